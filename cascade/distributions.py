@@ -1,0 +1,122 @@
+"""Logits to probabilities, residuals and draws: the one route that drafter and verifier both take.
+
+Knows nothing of models, rules or positions. Equations: docs/theory.md, "Speculative sampling from any target".
+
+Shapes: ``*batch`` any leading axes, ``V`` token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = ["Sampling", "draw", "logits_to_probs", "one_hot_argmax", "residual", "total_variation"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a next token is drawn: the same settings for drafter and verifier.
+
+    Args:
+        temperature: divides the logits; 0 means the one-hot limit at the argmax (ties: the lowest id).
+        top_k: keep the k most probable tokens (0 keeps all).
+        top_p: keep the smallest set whose mass reaches top_p (1 keeps all).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: expected a finite number >= 0, got {self.temperature!r}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: expected an integer >= 0 (0 keeps every token), got {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the distribution is one-hot at the argmax."""
+        return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether processed and raw distributions are one and the same (T = 1, nothing cut off)."""
+        return self.temperature == 1 and self.top_k == 0 and self.top_p == 1
+
+
+def logits_to_probs(
+    logits: Float[Tensor, "*batch V"], sampling: Sampling | None = None, source: str = "the model"
+) -> Float[Tensor, "*batch V"]:
+    """Turn logits into float32 probabilities under ``sampling`` (default: temperature 1, nothing cut off).
+
+    ``-inf`` marks a token that cannot be drawn. Temperature, top-k and top-p apply in that order, as in transformers.
+
+    Raises:
+        ValueError: a row holds NaN or +inf, or no finite logit at all; the message names ``source`` and the row.
+
+    >>> logits_to_probs(torch.tensor([0.0, 2.0, 2.0]), Sampling(temperature=0))
+    tensor([0., 1., 0.])
+    """
+    sampling = sampling or Sampling()
+    logits = logits.float()
+    _check_finite(logits, source)
+    if sampling.is_greedy:
+        return one_hot_argmax(logits)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth_logit = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth_logit, -math.inf)
+    probs = logits.softmax(dim=-1)
+    return probs if sampling.top_p == 1 else _keep_nucleus(probs, sampling.top_p)
+
+
+def one_hot_argmax(scores: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
+    """Put all mass on the largest score; among equals, on the lowest id."""
+    return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+
+
+def total_variation(p: Float[Tensor, "*batch V"], q: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
+    """D_TV(p, q) = Σ max(0, p − q), in [0, 1]: the rejection rate of lossless speculative decoding."""
+    return (p - q).clamp_min(0).sum(dim=-1).clamp_max(1)
+
+
+def residual(
+    target_probs: Float[Tensor, "*batch V"], draft_probs: Float[Tensor, "*batch V"]
+) -> Float[Tensor, "*batch V"]:
+    """Normalise max(0, π − q): what a rejected draft is replaced from. All zero where π never exceeds q."""
+    excess = (target_probs - draft_probs).clamp_min(0)
+    mass = excess.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.clamp_min(torch.finfo(torch.float32).tiny), excess)
+
+
+def draw(probs: Float[Tensor, "*batch V"], generator: torch.Generator) -> Int[Tensor, "*batch"]:
+    """Draw one token a row by inverse CDF with one uniform each; weights need not sum to one.
+
+    The uniforms come from the generator's own device, so that a CPU generator gives the same stream on any device.
+    A token of weight zero is never drawn.
+    """
+    cumulative = probs.cumsum(dim=-1)
+    total = cumulative[..., -1:]
+    uniform = torch.rand(total.shape, generator=generator, device=generator.device).to(total.device)
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    return torch.searchsorted(cumulative, torch.minimum(uniform * total, below_total), right=True).squeeze(-1)
+
+
+def _check_finite(logits: Tensor, source: str) -> None:
+    usable = logits.amax(dim=-1).isfinite()  # amax carries NaN and +inf, and is -inf only where all are
+    if not usable.all():
+        row = tuple((~usable).nonzero()[0].tolist())
+        raise ValueError(f"logits of {source}: expected finite values, got NaN, +inf or only -inf at row {row}")
+
+
+def _keep_nucleus(probs: Tensor, top_p: float) -> Tensor:
+    descending, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass_above = descending.cumsum(dim=-1) - descending
+    kept = descending.masked_fill(mass_above >= top_p, 0)
+    kept = torch.zeros_like(probs).scatter_(-1, order, kept)
+    return kept / kept.sum(dim=-1, keepdim=True)

@@ -1,0 +1,76 @@
+"""Speculative sampling from any target π: accept, reject, replace, and the exact law of what comes out.
+
+Knows no model and no rule. Source: Narasimhan et al., ICLR 2025, Algorithm 4; Leviathan et al., ICML 2023.
+
+Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .distributions import draw, residual
+
+__all__ = ["Verdict", "acceptance_probability", "emission_law", "rejection_probability", "verify_block"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far each drafted sequence was accepted, and what replaces the first rejected token.
+
+    ``accepted`` ``[B]`` counts the tokens before the first rejection; ``replacement`` ``[B]`` is the token drawn from
+    the residual there, or −1 where the whole block was accepted.
+    """
+
+    accepted: Int[Tensor, "B"]
+    replacement: Int[Tensor, "B"]
+
+
+def acceptance_probability(
+    target_probs: Float[Tensor, "B T V"], draft_probs: Float[Tensor, "B T V"], tokens: Int[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """min(1, π(x)/q(x)) at each drafted token; 1 where π leaves nothing to replace it from."""
+    index = tokens.unsqueeze(-1)
+    draft, target = draft_probs.gather(-1, index).squeeze(-1), target_probs.gather(-1, index).squeeze(-1)
+    ratio = torch.where(draft > 0, target / draft.clamp_min(torch.finfo(torch.float32).tiny), torch.ones_like(draft))
+    replaceable = (target_probs > draft_probs).any(dim=-1)
+    return torch.where(replaceable, ratio.clamp_max(1), torch.ones_like(ratio))
+
+
+def rejection_probability(
+    target_probs: Float[Tensor, "*batch V"], draft_probs: Float[Tensor, "*batch V"]
+) -> Float[Tensor, "*batch"]:
+    """Σ max(0, q − π): the chance that a token drafted from q is rejected; D_TV(q, π) where Σπ = 1."""
+    return (draft_probs - target_probs).clamp_min(0).sum(dim=-1)
+
+
+def emission_law(
+    target_probs: Float[Tensor, "*batch V"], draft_probs: Float[Tensor, "*batch V"]
+) -> Float[Tensor, "*batch V"]:
+    """Accept mass + rejection mass × residual: the exact law of an emitted token. It equals π where Σπ = 1."""
+    rejected = rejection_probability(target_probs, draft_probs).unsqueeze(-1)
+    return torch.minimum(draft_probs, target_probs) + rejected * residual(target_probs, draft_probs)
+
+
+def verify_block(
+    target_probs: Float[Tensor, "B T V"],
+    draft_probs: Float[Tensor, "B T V"],
+    tokens: Int[Tensor, "B T"],
+    generator: torch.Generator,
+) -> Verdict:
+    """Accept drafted tokens one by one with min(1, π/q); replace the first rejected one from the residual.
+
+    Everything after the first rejection is dropped. Every call takes T uniforms a row for the tests and one for the
+    replacement, whatever the outcome, so that a seed's stream does not depend on earlier luck.
+    """
+    batch, length = tokens.shape
+    uniforms = torch.rand((batch, length), generator=generator, device=generator.device).to(draft_probs.device)
+    passed = uniforms < acceptance_probability(target_probs, draft_probs, tokens)
+    accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
+    rows = torch.arange(batch, device=accepted.device)
+    first_rejected = accepted.clamp_max(length - 1)
+    excess = residual(target_probs[rows, first_rejected], draft_probs[rows, first_rejected])
+    replacement = draw(excess, generator)
+    return Verdict(accepted, torch.where(accepted == length, -1, replacement))
