@@ -1,0 +1,241 @@
+"""Rules that decide a whole position: π = (1 − δ)·q + δ·p.
+
+Every rule reads the scalars of `Stats` only, so the same object serves the engine (live), the labels and the offline
+sweep (from trace columns). Source: Narasimhan et al., ICLR 2025, Table 1 and Lemma 4; the forms ending in ``Log`` are
+those for log loss, and `VerifierGap` is ours (docs/theory.md).
+
+Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..cascade.blocks import VerifyBlock
+from ..cascade.statistics import Stats
+from .checks import check_choice, check_range
+
+__all__ = ["OPT", "BiLDStar", "Chow", "ChowLog", "Diff", "DiffLog", "Fixed", "OPTLog", "SpecDecode", "VerifierGap"]
+
+View = Literal["raw", "processed"]
+VIEWS = ("raw", "processed")
+
+
+def blend(defer: Bool[Tensor, "B T"], block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    """π = q where δ = 0, p where δ = 1."""
+    return torch.where(defer.unsqueeze(-1), block.verifier_probs, block.draft_probs)
+
+
+class PositionRule:
+    """What the position rules share: from the decision to the target."""
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide for each position of ``stats`` whether to defer to the verifier (δ = 1)."""
+        raise AssertionError(f"{type(self).__name__} must decide")
+
+    def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
+        """Decide for each position of a block."""
+        return self.defer(block.stats)
+
+    def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return π."""
+        return blend(self.defer_mask(block), block)
+
+
+@dataclass(frozen=True)
+class SpecDecode(PositionRule):
+    """Always defer: π = p, lossless speculative decoding."""
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Defer everywhere."""
+        return torch.ones_like(stats.tv, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Chow(PositionRule):
+    """Defer where max q° < 1 − α.
+
+    Args:
+        alpha: in [0, 1]; 0 always defers unless q° is one-hot, 1 never does.
+        confidence: read the raw q° or the processed q.
+    """
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0, 1)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the drafter's largest probability."""
+        return _draft_max(stats, self.confidence) < 1 - self.alpha
+
+
+@dataclass(frozen=True)
+class ChowLog(PositionRule):
+    """Defer where H(q°) > α (nats): Chow's rule for log loss."""
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0, math.inf)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the drafter's entropy."""
+        return _draft_entropy(stats, self.confidence) > self.alpha
+
+
+@dataclass(frozen=True)
+class Diff(PositionRule):
+    """Defer where max q° < max p° − α, α in [−1, 1]."""
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -1, 1)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the two largest probabilities."""
+        return _draft_max(stats, self.confidence) < _verifier_max(stats, self.confidence) - self.alpha
+
+
+@dataclass(frozen=True)
+class DiffLog(PositionRule):
+    """Defer where H(q°) > H(p°) + α (nats)."""
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -math.inf, math.inf)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the two entropies."""
+        return _draft_entropy(stats, self.confidence) > _verifier_entropy(stats, self.confidence) + self.alpha
+
+
+@dataclass(frozen=True)
+class OPT(PositionRule):
+    """Defer where max q° < max p° − α·D_TV(p, q): the plug-in of the optimal rule.
+
+    Args:
+        alpha: the price of a rejection, any finite number.
+        confidence: read the maxima from the raw q°, p° or the processed q, p.
+        tv: read D_TV from the processed q, p (it is the rejection rate) or from the raw q°, p°.
+    """
+
+    alpha: float
+    confidence: View = "raw"
+    tv: View = "processed"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -math.inf, math.inf)
+        check_choice("confidence", self.confidence, VIEWS)
+        check_choice("tv", self.tv, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the gain in confidence against the cost of rejecting."""
+        gain = _verifier_max(stats, self.confidence) - _draft_max(stats, self.confidence)
+        return gain > self.alpha * _tv(stats, self.tv)
+
+
+@dataclass(frozen=True)
+class OPTLog(PositionRule):
+    """Defer where H(q°) > H(p°) + α·D_TV(p, q): OPT for log loss."""
+
+    alpha: float
+    confidence: View = "raw"
+    tv: View = "processed"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -math.inf, math.inf)
+        check_choice("confidence", self.confidence, VIEWS)
+        check_choice("tv", self.tv, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the loss of entropy against the cost of rejecting."""
+        gain = _draft_entropy(stats, self.confidence) - _verifier_entropy(stats, self.confidence)
+        return gain > self.alpha * _tv(stats, self.tv)
+
+
+@dataclass(frozen=True)
+class BiLDStar(PositionRule):
+    """Defer where −log p°(argmax q°) > α, α ≥ 0: the paper's variant of BiLD (Kim et al., 2023)."""
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0, math.inf)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from the verifier's surprise at the drafter's choice."""
+        return -_verifier_at_draft(stats, self.confidence).log() > self.alpha
+
+
+@dataclass(frozen=True)
+class VerifierGap(PositionRule):
+    """Defer where max p° − p°(argmax q°) > α·D_TV(p, q), α ≥ 0.
+
+    OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training.
+    """
+
+    alpha: float
+    confidence: View = "raw"
+    tv: View = "processed"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0, math.inf)
+        check_choice("confidence", self.confidence, VIEWS)
+        check_choice("tv", self.tv, VIEWS)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from what the verifier thinks is lost with the drafter's choice."""
+        gain = _verifier_max(stats, self.confidence) - _verifier_at_draft(stats, self.confidence)
+        return gain > self.alpha * _tv(stats, self.tv)
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed(PositionRule):
+    """Defer where a given mask says so: for tests and oracles. The mask broadcasts against the positions."""
+
+    mask: Bool[Tensor, "*batch"]
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Return the mask, one value a position."""
+        return self.mask.expand(stats.tv.shape)
+
+
+def _draft_max(stats: Stats, view: View) -> Tensor:
+    return stats.draft_max if view == "raw" else stats.draft_max_processed
+
+
+def _verifier_max(stats: Stats, view: View) -> Tensor:
+    return stats.verifier_max if view == "raw" else stats.verifier_max_processed
+
+
+def _draft_entropy(stats: Stats, view: View) -> Tensor:
+    return stats.draft_entropy if view == "raw" else stats.draft_entropy_processed
+
+
+def _verifier_entropy(stats: Stats, view: View) -> Tensor:
+    return stats.verifier_entropy if view == "raw" else stats.verifier_entropy_processed
+
+
+def _verifier_at_draft(stats: Stats, view: View) -> Tensor:
+    return stats.verifier_at_draft if view == "raw" else stats.verifier_at_draft_processed
+
+
+def _tv(stats: Stats, view: View) -> Tensor:
+    return stats.tv_raw if view == "raw" else stats.tv

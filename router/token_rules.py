@@ -1,0 +1,241 @@
+"""Rules that decide token by token, and the other targets that run in the same engine.
+
+Token rules: π(v) = q(v)(1 − r(v)) + p(v)·η with η = Σ r(v) q(v); r(v) = 1 moves the drafter's mass at v over to the
+verifier. r depends on the prefix and on v, never on which token was drafted, so π is a distribution and the engine's
+accept/reject step emits exactly it. Source: Narasimhan et al., ICLR 2025, section 4.4 (Token V1–V3) and Lemma 2 (Lossy);
+`Greedyward` is ours (docs/theory.md); typical acceptance is Medusa's.
+
+Shapes: ``B`` sequence, ``T`` position, ``V`` token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..cascade.blocks import VerifyBlock
+from ..cascade.distributions import one_hot_argmax
+from .checks import check_choice, check_range
+from .position_rules import VIEWS, View
+
+__all__ = ["Ensemble", "Greedyward", "Lossy", "TokenV1", "TokenV2", "TokenV3", "TopK", "Typical", "lossy_beta"]
+
+
+class TokenRule:
+    """What the token rules share: from the replaced set r to the target."""
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Decide for each token v whether the drafter's mass there goes to the verifier (r(v) = 1)."""
+        raise AssertionError(f"{type(self).__name__} must decide")
+
+    def replacement(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return the distribution that the replaced mass follows: p."""
+        return block.verifier_probs
+
+    def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
+        """Return r at the drafted token of each position."""
+        return self.replaced(block).gather(-1, block.tokens.unsqueeze(-1)).squeeze(-1)
+
+    def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return π."""
+        replaced = self.replaced(block)
+        eta = torch.where(replaced, block.draft_probs, 0).sum(dim=-1, keepdim=True)
+        return torch.where(replaced, 0, block.draft_probs) + eta * self.replacement(block)
+
+
+@dataclass(frozen=True)
+class TokenV1(TokenRule):
+    """r(v) = 1 where q°(v) < max p° − α, α in [−1, 1]."""
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -1, 1)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
+        return _draft(block, self.confidence) < _peak(_verifier(block, self.confidence)) - self.alpha
+
+
+@dataclass(frozen=True)
+class TokenV2(TokenRule):
+    """r(v) = 1 where p°(v) < max p° − α, α in [−1, 1]."""
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -1, 1)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Replace tokens that the verifier holds less likely than its best, by α."""
+        verifier = _verifier(block, self.confidence)
+        return verifier < _peak(verifier) - self.alpha
+
+
+@dataclass(frozen=True)
+class TokenV3(TokenRule):
+    """r(v) = 1 where p°(v) < (1 − α)·max p°, α in [−1, 1].
+
+    α = 0 is not lossless (the drafter keeps its mass at the verifier's best token); only α < 0 is.
+    """
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, -1, 1)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Replace tokens that the verifier holds less likely than a fraction of its best."""
+        verifier = _verifier(block, self.confidence)
+        return verifier < (1 - self.alpha) * _peak(verifier)
+
+
+@dataclass(frozen=True)
+class Greedyward(TokenRule):
+    """Keep q(v) where p°(v) ≥ max p° − α; move the rest of the mass to the verifier's argmax. α in [0, 1].
+
+    The exact minimiser of the 0-1 loss of a sample plus α·D_TV(q, π) when p° is the truth. It narrows sampling towards
+    the mode: look at diversity beside quality.
+    """
+
+    alpha: float
+    confidence: View = "raw"
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0, 1)
+        check_choice("confidence", self.confidence, VIEWS)
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Replace tokens that the verifier holds less likely than its best, by α."""
+        verifier = _verifier(block, self.confidence)
+        return verifier < _peak(verifier) - self.alpha
+
+    def replacement(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return the one-hot distribution at the verifier's argmax."""
+        return one_hot_argmax(_verifier(block, self.confidence))
+
+
+@dataclass(frozen=True)
+class Typical(TokenRule):
+    """r(v) = 1 where p°(v) ≤ min(ε, δ·exp(−H(p°))): typical acceptance (Medusa)."""
+
+    epsilon: float = 0.3
+    delta: float = 0.09
+
+    def __post_init__(self) -> None:
+        check_range("epsilon", self.epsilon, 0, 1)
+        check_range("delta", self.delta, 0, float("inf"))
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Replace tokens that are untypical for the verifier."""
+        typical = (self.delta * (-block.stats.verifier_entropy).exp()).clamp_max(self.epsilon)
+        return block.verifier_confidence <= typical.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class TopK(TokenRule):
+    """r(v) = 1 where v is not among the verifier's k most probable tokens."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        check_range("k", self.k, 1, float("inf"))
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Replace tokens outside the verifier's top k."""
+        verifier = block.verifier_confidence
+        top = verifier.topk(min(self.k, verifier.shape[-1]), dim=-1).indices
+        return torch.ones_like(verifier, dtype=torch.bool).scatter(-1, top, False)
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """π = (1 − w)·q + w·p, a mixture of probabilities with weight w in [0, 1] on the verifier."""
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        check_range("weight", self.weight, 0, 1)
+
+    def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
+        """Defer everywhere, unless the verifier has no weight."""
+        return torch.full_like(block.tokens, self.weight > 0, dtype=torch.bool)
+
+    def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return π."""
+        return block.draft_probs + self.weight * (block.verifier_probs - block.draft_probs)
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """Lossy speculative decoding: π = max{min{q, p/(1 − α)}, p/β}, α in [0, 1).
+
+    Args:
+        alpha: leniency; 0 is lossless.
+        beta: ≥ 1 − α. Default: β*, solved a position so that Σπ = 1. β = 1 is the usual heuristic: its Σπ exceeds 1,
+            accept and residual then run as written, and the emitted law is that of ``emission_law``.
+    """
+
+    alpha: float
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0, 1, below_high=True)
+        if self.beta is not None:
+            check_range("beta", self.beta, 1 - self.alpha, float("inf"))
+
+    def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
+        """Call a position deferred where the drafted token may be rejected: q(x) > p(x)/(1 − α)."""
+        index = block.tokens.unsqueeze(-1)
+        draft, verifier = block.draft_probs.gather(-1, index), block.verifier_probs.gather(-1, index)
+        return (draft > verifier / (1 - self.alpha)).squeeze(-1)
+
+    def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return π."""
+        draft, verifier = block.draft_probs, block.verifier_probs
+        ceiling = verifier / (1 - self.alpha)
+        if self.beta is None:
+            floor = verifier * (1 / lossy_beta(draft, verifier, self.alpha)).unsqueeze(-1)
+        else:
+            floor = verifier / self.beta
+        return torch.maximum(torch.minimum(draft, ceiling), floor)
+
+
+def lossy_beta(
+    draft_probs: Float[Tensor, "*batch V"], verifier_probs: Float[Tensor, "*batch V"], alpha: float
+) -> Float[Tensor, "*batch"]:
+    """Solve Σ max(0, p/β − q) = Σ max(0, q − p/(1 − α)) for β ≥ 1, a position; ∞ where nothing may be rejected.
+
+    Newton's method on the scale s = 1/β from s = 1: the left side is convex and piecewise linear in s, so the steps
+    fall monotonically onto the root and end after finitely many.
+    """
+    draft, verifier = draft_probs.double(), verifier_probs.double()
+    surplus = (draft - verifier / (1 - alpha)).clamp_min(0).sum(dim=-1)
+    scale = torch.ones_like(surplus)
+    while True:
+        active = scale.unsqueeze(-1) * verifier > draft
+        slope = torch.where(active, verifier, 0).sum(dim=-1)
+        root = (surplus + torch.where(active, draft, 0).sum(dim=-1)) / slope.clamp_min(1e-300)
+        lower = torch.where(slope > 0, torch.minimum(root, scale), scale)
+        if bool((scale - lower <= 1e-15).all()):
+            return (1 / lower).to(draft_probs.dtype)
+        scale = lower
+
+
+def _draft(block: VerifyBlock, view: View) -> Tensor:
+    return block.draft_confidence if view == "raw" else block.draft_probs
+
+
+def _verifier(block: VerifyBlock, view: View) -> Tensor:
+    return block.verifier_confidence if view == "raw" else block.verifier_probs
+
+
+def _peak(probs: Tensor) -> Tensor:
+    return probs.amax(dim=-1, keepdim=True)
