@@ -1,0 +1,135 @@
+"""Running a head: features [N, F] to gaps [N, 2], on onnxruntime or in torch, behind one call.
+
+Knows no rule and no bundle. onnxruntime runs on the CPU with one thread: a block of six positions takes microseconds,
+and threads would only fight those of the models. Plain ``run`` measured no slower than I/O binding at that size.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import onnx
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .heads import RouterHead
+
+__all__ = ["BACKENDS", "HeadRuntime", "OnnxHead", "TorchHead"]
+
+BACKENDS = ("onnx", "torch")
+
+
+class HeadRuntime(Protocol):
+    """Features ``[N, F]`` on any device to gaps ``[N, 2]`` on the same device."""
+
+    def __call__(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N 2"]:
+        """Estimate the gap under each loss, in the order of ``LOSSES``."""
+        ...
+
+
+class TorchHead:
+    """A head in torch, on the device of the features: no copies between devices."""
+
+    def __init__(self, head: RouterHead) -> None:
+        self.head = head.eval().requires_grad_(False)
+
+    def __call__(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N 2"]:
+        """Estimate the gap under each loss, in the order of ``LOSSES``."""
+        if self.head.feature_mean.device != features.device:
+            self.head.to(features.device)
+        with torch.no_grad():
+            gap: Tensor = self.head(features.float())
+        return gap
+
+    def __repr__(self) -> str:
+        return f"TorchHead({self.head.kind}, {self.head.estimator})"
+
+
+class OnnxHead:
+    """A head on onnxruntime: one CPU thread; features on another device travel there and the gaps back.
+
+    Args:
+        model: path of an ONNX file, or its bytes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no ONNX model, keeps data outside the file, or does not map features to gaps.
+    """
+
+    def __init__(self, model: bytes | str | os.PathLike[str]) -> None:
+        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        proto = _parse(content)
+        _refuse_external_data(proto)
+        self.metadata = {entry.key: entry.value for entry in proto.metadata_props}
+        self._session = _start_session(content)
+        self.width = _feature_width(self._session)
+
+    def __call__(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N 2"]:
+        """Estimate the gap under each loss, in the order of ``LOSSES``."""
+        array = features.detach().to("cpu", torch.float32).numpy()
+        gap = torch.from_numpy(self._session.run(["gap"], {"features": array})[0])
+        return gap if features.device.type == "cpu" else gap.to(features.device)
+
+    def __repr__(self) -> str:
+        return f"OnnxHead({self.metadata.get('feature_set', '?')}, {self.metadata.get('estimator', '?')})"
+
+
+def _parse(content: bytes) -> onnx.ModelProto:
+    try:
+        model = onnx.load_model_from_string(content)
+        onnx.checker.check_model(model)
+    except Exception as error:  # the parser's and the checker's error classes differ between versions
+        raise ValueError(f"model: expected an ONNX file; {len(content)} bytes do not parse as one") from error
+    return model
+
+
+def _refuse_external_data(model: onnx.ModelProto) -> None:
+    """A bundle is one file: a tensor that points elsewhere could read any file of the machine that loads it."""
+    graphs = _graphs(model.graph)
+    for tensor in chain.from_iterable(map(_tensors, graphs)):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            raise ValueError(f"model: expected every tensor inside the ONNX file; {tensor.name!r} lies outside it")
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for attribute in _attributes(graph):
+        for inner in (attribute.g, *attribute.graphs):
+            if inner.node:
+                yield from _graphs(inner)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for attribute in _attributes(graph):
+        yield from (attribute.t, *attribute.tensors)
+
+
+def _attributes(graph: onnx.GraphProto) -> Iterable[onnx.AttributeProto]:
+    return (attribute for node in graph.node for attribute in node.attribute)
+
+
+def _start_session(content: bytes) -> Any:
+    import onnxruntime  # slow to import, and not needed where the head runs in torch
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises one class per kind of fault, all private
+        raise ValueError(f"model: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
+
+
+def _feature_width(session: Any) -> int:
+    inputs = [(value.name, value.shape) for value in session.get_inputs()]
+    outputs = [(value.name, value.shape) for value in session.get_outputs()]
+    fits = [name for name, _ in inputs] == ["features"] and [name for name, _ in outputs] == ["gap"]
+    if not fits or len(inputs[0][1]) != 2 or not isinstance(inputs[0][1][1], int):
+        raise ValueError(f"model: expected features [N, F] in and gap [N, 2] out, got {inputs} and {outputs}")
+    return int(inputs[0][1][1])
