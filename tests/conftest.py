@@ -1,0 +1,69 @@
+"""What all tests share: checked shapes, one thread, no network, and tiny random models built in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Checks every annotated shape and type in these two packages; must come before their first import.
+install_import_hook(["speccascade.cascade", "speccascade.router"], "beartype.beartype")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+torch.set_num_threads(1)
+
+
+def build_llama(seed: int = 0, layers: int = 2, vocab: int = 64, hidden: int = 32) -> LlamaForCausalLM:
+    """A random llama in float32 whose distributions are far from uniform, so that rules have something to decide."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def build_tokenizer(vocab: int = 64) -> PreTrainedTokenizerFast:
+    """A tokenizer over single characters: pad 0, bos 1, eos 2, unk 3, then letters, digits and signs."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = " \nabcdefghijklmnopqrstuvwxyz0123456789.,?!+-*/=$#:()<>'\"|_"
+    table = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    for character in characters[: vocab - len(table)]:
+        table[character] = len(table)
+    backend = Tokenizer(models.WordLevel(table, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """`tiny_llama(seed=0, layers=2, vocab=64, hidden=32)` builds a model."""
+    return build_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer that goes with `tiny_llama` at its default vocabulary."""
+    return build_tokenizer()

@@ -1,0 +1,6 @@
+"""Train a router on traces: ``python train_router.py --config configs/train/demo.yaml`` (the same as ``speccascade train``)."""
+
+from speccascade.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["train"], pass_on=True))
