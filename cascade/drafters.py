@@ -8,7 +8,7 @@ Shapes: ``B`` sequence, ``L`` tokens so far, ``T`` drafted tokens, ``V`` token.
 
 import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +34,8 @@ class Draft:
     confidence: Float[Tensor, "B D V"]
 
 
+@runtime_checkable
+@runtime_checkable
 class DraftState(Protocol):
     """A drafter's view of one call of ``generate``."""
 
@@ -53,6 +55,8 @@ class DraftState(Protocol):
         ...
 
 
+@runtime_checkable
+@runtime_checkable
 class Drafter(Protocol):
     """Anything that starts a fresh `DraftState` for each call."""
 
