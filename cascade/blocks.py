@@ -5,7 +5,7 @@ Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -74,7 +74,6 @@ class VerifyBlock:
         return Stats(self.draft_probs, self.verifier_probs, self.draft_confidence, self.verifier_confidence)
 
 
-@runtime_checkable
 @runtime_checkable
 class TargetRule(Protocol):
     """Anything that turns a block into the distribution to emit from: a rule, a trained router, a user's own.

@@ -8,7 +8,7 @@ Shapes: ``B`` sequence, ``L`` tokens so far, ``T`` drafted tokens, ``V`` token.
 
 import copy
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -35,7 +35,6 @@ class Draft:
 
 
 @runtime_checkable
-@runtime_checkable
 class DraftState(Protocol):
     """A drafter's view of one call of ``generate``."""
 
@@ -55,7 +54,6 @@ class DraftState(Protocol):
         ...
 
 
-@runtime_checkable
 @runtime_checkable
 class Drafter(Protocol):
     """Anything that starts a fresh `DraftState` for each call."""

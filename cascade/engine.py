@@ -11,7 +11,7 @@ Shapes: ``B`` sequence, ``L`` tokens so far, ``T`` drafted tokens, ``V`` token.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +29,6 @@ from .verify import verify_block
 __all__ = ["SingleModel", "SpeculativeCascade", "Streamer"]
 
 
-@runtime_checkable
 @runtime_checkable
 class Streamer(Protocol):
     """A transformers streamer: tokens go in as they are kept."""

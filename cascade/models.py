@@ -7,7 +7,7 @@ Shapes: ``B`` sequence, ``N`` tokens read at once, ``V`` token.
 """
 
 import inspect
-from typing import Any, Protocol, runtime_checkable, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,6 @@ from .cache import new_cache, refuse_unsupported, roll_back
 __all__ = ["CausalLM", "PrefixState", "TransformersLM"]
 
 
-@runtime_checkable
 @runtime_checkable
 class PrefixState(Protocol):
     """A model's cached view of the tokens it has read so far, for one call of ``generate``."""
@@ -43,7 +42,6 @@ class PrefixState(Protocol):
         ...
 
 
-@runtime_checkable
 @runtime_checkable
 class CausalLM(Protocol):
     """A model that starts a fresh `PrefixState` for each call, so that nothing leaks from one call into the next."""

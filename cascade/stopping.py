@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = ["Decoder", "Stopping"]
 
 
-@runtime_checkable
 @runtime_checkable
 class Decoder(Protocol):
     """What stop strings need of a tokenizer."""
