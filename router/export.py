@@ -46,13 +46,15 @@ def export_onnx(head: RouterHead, path: str | os.PathLike[str]) -> float:
     content = _convert(reference)
     difference = parity_error(reference, content)
     if not difference <= PARITY_TOLERANCE:
-        raise ValueError(f"head: ONNX and torch differ by {difference:.3g}, more than {PARITY_TOLERANCE:g}; not exported")
+        raise ValueError(
+            f"head: expected ONNX and torch to agree to {PARITY_TOLERANCE:g}, they differ by {difference:.3g}"
+        )
     Path(path).write_bytes(content)
     return difference
 
 
 def parity_error(head: RouterHead, onnx_model: bytes | str | os.PathLike[str]) -> float:
-    """Largest absolute difference between torch and ONNX over random, real-like and extreme features, batches 1 to 1000.
+    """Largest absolute difference of torch and ONNX over random, real-like and extreme features, batches 1 to 1000.
 
     NaN where either side returns NaN.
     """
@@ -136,7 +138,7 @@ def _probes(head: RouterHead) -> Iterator[Float[Tensor, "N F"]]:
 
 
 def _real_like(size: int, feature_set: str, generator: torch.Generator) -> Tensor:
-    """Features of random distribution pairs, from nearly one-hot to nearly uniform; the first three rows are exact edges."""
+    """Features of random distribution pairs, from nearly one-hot to nearly uniform, and of three exact edges."""
     sharpness = torch.rand(2, size, 1, generator=generator) * 8
     draft, verifier = (sharpness * torch.randn(2, size, 32, generator=generator)).softmax(dim=-1)
     uniform = torch.full((32,), 1 / 32)

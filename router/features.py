@@ -1,7 +1,7 @@
 """Features of a position, as the trained heads read them: ``Stats`` in, one float32 vector out.
 
-The same function serves training (``Stats`` rebuilt from Parquet columns) and inference (``Stats`` of live q and p), so the
-two cannot drift apart; ``schema_digest`` names the exact list and a bundle refuses to load under another one.
+The same function serves training (``Stats`` from Parquet columns) and inference (``Stats`` of live q and p), so the two
+cannot drift apart; ``schema_digest`` names the exact list, and a bundle refuses to load under another one.
 
 Only raw-confidence statistics are read (q° and p°: temperature 1, no truncation), so one head serves every temperature.
 Nothing here sees the drafted token: a target π may depend on the prefix alone, or the accepted tokens would no longer
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..cascade.statistics import Stats
-from .naming import check_name
+from .checks import check_choice
 
 __all__ = ["FEATURE_SETS", "build_features", "feature_index", "schema_digest"]
 
@@ -92,7 +92,7 @@ def _parse(name: str) -> _Feature:
 
 
 def _names(feature_set: str) -> tuple[str, ...]:
-    check_name("feature_set", feature_set, FEATURE_SETS)
+    check_choice("feature_set", feature_set, FEATURE_SETS)
     return FEATURE_SETS[feature_set]
 
 
@@ -104,7 +104,7 @@ def _plan(names: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def build_features(stats: Stats, feature_set: str) -> Float[Tensor, "*batch F"]:
-    """Turn statistics of shape ``[*batch]`` into float32 features ``[*batch, F]``, F = ``len(FEATURE_SETS[feature_set])``.
+    """Turn statistics ``[*batch]`` into float32 features ``[*batch, F]``, F = ``len(FEATURE_SETS[feature_set])``.
 
     Finite wherever the statistics are not NaN (one-hot, uniform and disjoint distributions included). A NaN statistic,
     such as a column that an older trace lacks, stays NaN here and is replaced by its training mean inside the head.

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .checks import check_choice
 from .features import FEATURE_SETS, feature_index
-from .naming import check_name
 
 __all__ = ["ESTIMATORS", "HEAD_KINDS", "LOSSES", "RouterHead", "make_head"]
 
@@ -156,9 +156,9 @@ def make_head(
     Raises:
         ValueError: an unknown name, answered with the nearest, or a width below one.
     """
-    check_name("kind", kind, HEAD_KINDS)
-    check_name("estimator", estimator, ESTIMATORS)
-    check_name("feature_set", feature_set, FEATURE_SETS)
+    check_choice("kind", kind, HEAD_KINDS)
+    check_choice("estimator", estimator, ESTIMATORS)
+    check_choice("feature_set", feature_set, FEATURE_SETS)
     widths = tuple(int(size) for size in hidden)
     if kind == "mlp" and (not widths or min(widths) < 1):
         raise ValueError(f"hidden: expected at least one width, each >= 1, for an mlp; got {tuple(hidden)}")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import onnx
 import torch
@@ -22,6 +22,7 @@ __all__ = ["BACKENDS", "HeadRuntime", "OnnxHead", "TorchHead"]
 BACKENDS = ("onnx", "torch")
 
 
+@runtime_checkable
 class HeadRuntime(Protocol):
     """Features ``[N, F]`` on any device to gaps ``[N, 2]`` on the same device."""
 

@@ -1,0 +1,215 @@
+"""What a router bundle says about itself: the record behind ``router_config.json``, read as strictly as it is written.
+
+A key that is unknown, missing or of another type is refused by name, and so is a record whose digest does not fit:
+a router that is silently a little different is worse than none.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .checks import check_choice, nearest
+from .features import FEATURE_SETS, schema_digest
+from .heads import ESTIMATORS, HEAD_KINDS, LOSSES
+
+__all__ = ["ALPHA_MEANING", "CALIBRATION_KEYS", "SCHEMA_VERSION", "CalibrationRow", "RouterConfig"]
+
+SCHEMA_VERSION = 1
+
+CALIBRATION_KEYS = ("greedy", "sampled")
+
+ALPHA_MEANING = (
+    "The price of one rejection, in units of quality: defer to the verifier where the expected gain in the chance of "
+    "the right token exceeds alpha times the chance D_TV(p, q) that deferring rejects the draft. Larger alpha, fewer "
+    "rejections. Not comparable with the alpha of any other rule."
+)
+
+
+@dataclass(frozen=True)
+class CalibrationRow:
+    """What one α gave on held-out prompts; ``*_low`` and ``*_high`` bound 95% of a bootstrap over prompts.
+
+    Args:
+        alpha: the setting.
+        deferral: share of positions deferred to the verifier.
+        rejection: expected share of drafted tokens rejected.
+        quality: expected chance of the reference token (greedy: of the argmax; sampled: of the draw).
+    """
+
+    alpha: float
+    deferral: float
+    rejection: float
+    quality: float
+    deferral_low: float | None = None
+    deferral_high: float | None = None
+    rejection_low: float | None = None
+    rejection_high: float | None = None
+    quality_low: float | None = None
+    quality_high: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name.endswith(("_low", "_high")) and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"calibration: expected a finite number for {name!r}, got {value!r}")
+            object.__setattr__(self, name, float(value))
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Everything that a bundle states. Fill in the first block; ``save_bundle`` fills in the rest from the head.
+
+    Args:
+        drafter: name of the drafter that the router was trained for.
+        verifier: name of its verifier.
+        vocabulary_fingerprint: of the tokenizer that both share.
+        trace_digest: of the traces that it was trained on.
+        default_alpha: the α in force where a user gives none.
+        calibration: for ``greedy`` and for ``sampled``, what each α gave on held-out prompts.
+        drafter_digest: of the drafter's weights; empty if unknown.
+        verifier_digest: of the verifier's weights; empty if unknown.
+        task: what the training prompts were, in words.
+        figures: named results for the card, such as held-out losses.
+    """
+
+    drafter: str
+    verifier: str
+    vocabulary_fingerprint: str
+    trace_digest: str
+    default_alpha: float
+    calibration: Mapping[str, tuple[CalibrationRow, ...]] = field(default_factory=dict)
+    drafter_digest: str = ""
+    verifier_digest: str = ""
+    task: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    kind: str = "mlp"
+    estimator: str = "gap"
+    hidden: tuple[int, ...] = ()
+    feature_set: str = "verified"
+    features: tuple[str, ...] = ()
+    feature_schema: str = ""
+    losses: tuple[str, ...] = LOSSES
+    alpha_meaning: str = ALPHA_MEANING
+    opset: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if isinstance(self.default_alpha, bool) or not isinstance(self.default_alpha, (int, float)):
+            raise ValueError(f"default_alpha: expected a number, got {self.default_alpha!r}")
+        if not math.isfinite(self.default_alpha):
+            raise ValueError(f"default_alpha: expected a finite number, got {self.default_alpha!r}")
+        check_choice("kind", self.kind, HEAD_KINDS)
+        check_choice("estimator", self.estimator, ESTIMATORS)
+        for key in self.calibration:
+            check_choice("calibration", key, CALIBRATION_KEYS)
+        rows = {key: tuple(map(_calibration_row, table)) for key, table in self.calibration.items()}
+        object.__setattr__(self, "calibration", rows)
+        for name in ("hidden", "features", "losses"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def check_features(self) -> None:
+        """Compare the feature schema with the one of this code.
+
+        Raises:
+            ValueError: the set is unknown here, or means something else than where the router was trained.
+        """
+        check_choice("feature_set", self.feature_set, FEATURE_SETS)
+        here = schema_digest(self.feature_set)
+        if self.feature_schema != here:
+            trained_by = self.versions.get("speccascade", "unknown")
+            raise ValueError(
+                f"feature_schema: the features {self.feature_set!r} changed since this router was trained "
+                f"(by speccascade {trained_by}): expected {here[:12]}, got {self.feature_schema[:12] or 'none'}; "
+                "export it again from its checkpoint, or train anew"
+            )
+
+    def to_json(self) -> str:
+        """Serialise, with a digest of the content.
+
+        Raises:
+            ValueError: a number is not finite.
+        """
+        content = asdict(self)
+        try:
+            signed = content | {"digest": _digest(content)}
+            return json.dumps(signed, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        except ValueError as error:
+            raise ValueError(f"config: expected finite numbers throughout: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> "RouterConfig":
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: it is no JSON object, of another schema version, has unknown or missing keys or values of
+                another type, or its digest does not fit.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"router_config.json: expected JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"router_config.json: expected an object, got {type(content).__name__}")
+        if content.get("schema_version") != SCHEMA_VERSION:
+            came = content.get("schema_version")
+            raise ValueError(f"router_config.json: expected schema_version {SCHEMA_VERSION}, got {came!r}")
+        digest = content.pop("digest", None)
+        _check_keys(content)
+        if digest != _digest(content):
+            raise ValueError("router_config.json: its content does not fit its digest: edited or damaged")
+        return cls(**content)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _calibration_row(row: Any) -> CalibrationRow:
+    if isinstance(row, CalibrationRow):
+        return row
+    if not isinstance(row, Mapping):
+        raise ValueError(f"calibration: expected rows with named values, got {row!r}")
+    names = [entry.name for entry in fields(CalibrationRow)]
+    for key in row:
+        check_choice("calibration", key, names)
+    missing = [name for name in ("alpha", "deferral", "rejection", "quality") if name not in row]
+    if missing:
+        raise ValueError(f"calibration: a row lacks {', '.join(missing)}: {dict(row)!r}")
+    return CalibrationRow(**row)
+
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "default_alpha": (int, float),
+    "calibration": (dict,),
+    "figures": (dict,),
+    "hidden": (list,),
+    "features": (list,),
+    "losses": (list,),
+    "opset": (int,),
+    "versions": (dict,),
+    "files": (dict,),
+    "schema_version": (int,),
+}
+"""Every other key holds a string."""
+
+
+def _check_keys(content: Mapping[str, Any]) -> None:
+    known = [entry.name for entry in fields(RouterConfig)]
+    unknown = [key for key in content if key not in known]
+    if unknown:
+        raise ValueError(f"router_config.json: unknown key {unknown[0]!r}{nearest(unknown[0], known)}")
+    missing = [key for key in known if key not in content]
+    if missing:
+        raise ValueError(f"router_config.json: missing key {missing[0]!r}")
+    for key, value in content.items():
+        expected = _JSON_TYPES.get(key, (str,))
+        if not isinstance(value, expected) or isinstance(value, bool):
+            names = " or ".join(kind.__name__ for kind in expected)
+            raise ValueError(f"router_config.json: expected {key!r} to be of type {names}, got {value!r}")
