@@ -1,0 +1,91 @@
+"""Does a trained router lose to any plug-in rule beyond the noise? Paired numbers first, then the same in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .metrics import interval
+
+__all__ = ["compare_frontiers", "state_verdict"]
+
+Measured = tuple[float, NDArray[np.float64]]
+
+_IN_WORDS = {"zero_one": "0-1 loss", "sampled": "sampled-token loss", "greedy": "0-1 loss at temperature 0"}
+
+
+def compare_frontiers(
+    areas: Mapping[str, Measured],
+    at_budgets: Mapping[str, Sequence[Measured]],
+    kinds: Mapping[str, str],
+    budgets: Sequence[float],
+) -> list[dict[str, Any]]:
+    """Paired differences, router minus rule, in frontier area and at each budget; below 0 the router is better.
+
+    ``outcome`` is ``loses`` (the 95% interval lies above 0), ``wins`` (below 0) or ``ties`` (holds 0).
+    """
+    rows = []
+    for router in (name for name, kind in kinds.items() if kind == "router"):
+        for rule in (name for name, kind in kinds.items() if kind != "router"):
+            difference = _difference(areas[router], areas[rule])
+            pointwise = [
+                {"budget": share, **_difference(ours, theirs)}
+                for share, ours, theirs in zip(budgets, at_budgets[router], at_budgets[rule], strict=True)
+            ]
+            rows.append({"router": router, "rule": rule, "kind": kinds[rule], **difference, "at_budgets": pointwise})
+    return rows
+
+
+def _difference(ours: Measured, theirs: Measured) -> dict[str, Any]:
+    spread = interval(ours[0] - theirs[0], ours[1] - theirs[1])
+    outcome = "loses" if spread.low > 0 else "wins" if spread.high < 0 else "ties"
+    return {"difference": spread.value, "low": spread.low, "high": spread.high, "outcome": outcome}
+
+
+def state_verdict(
+    loss: str, comparisons: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], labels: Mapping[str, str]
+) -> list[str]:
+    """One paragraph for each router: against rules of its own kind, then against token rules."""
+    routers = [name for name, kind in kinds.items() if kind == "router"]
+    return [
+        _state_one(loss, router, [row for row in comparisons if row["router"] == router], labels) for router in routers
+    ]
+
+
+def _state_one(loss: str, router: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    positional = [row for row in rows if row["kind"] != "token"]
+    token = [row for row in rows if row["kind"] == "token"]
+    parts = [_against("position-level plug-in rules", positional, labels)]
+    if token:
+        parts.append(_against("token-specific rules", token, labels))
+    if any(row["outcome"] == "loses" for row in token):
+        parts.append("Token rules emit a third distribution, which no choice between q and p can reach.")
+    return f"{_IN_WORDS[loss]}: {labels[router]} {' '.join(parts)}"
+
+
+def _against(family: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    named = {
+        outcome: [labels[row["rule"]] for row in rows if row["outcome"] == outcome]
+        for outcome in ("loses", "wins", "ties")
+    }
+    lost_somewhere = [
+        f"{labels[row['rule']]} at {_shares(row)}"
+        for row in rows
+        if row["outcome"] != "loses" and any(point["outcome"] == "loses" for point in row["at_budgets"])
+    ]
+    head = f"LOSES beyond its interval to {_join(named['loses'])}" if named["loses"] else "loses to none"
+    tail = [f"is better than {_join(named['wins'])}"] if named["wins"] else []
+    tail += [f"no difference is seen from {_join(named['ties'])}"] if named["ties"] else []
+    tail += [f"at single budgets it is worse than {_join(lost_somewhere)}"] if lost_somewhere else []
+    return f"against {family}: {'; '.join([head, *tail])}."
+
+
+def _shares(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{point['budget']:.0%}" for point in row["at_budgets"] if point["outcome"] == "loses")
+
+
+def _join(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
