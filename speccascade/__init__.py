@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .router import rules as rules
     from .cascade.engine import SpeculativeCascade as SpeculativeCascade
+    from .router import rules as rules
     from .router.learned import LearnedRouter as LearnedRouter
 
 __version__ = "0.1.0"

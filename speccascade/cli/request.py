@@ -1,0 +1,123 @@
+"""What ``speccascade generate`` is asked for, and the checks that need no model: who decides, and the prompts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .shell import UsageError
+
+__all__ = ["GenerateConfig", "complete"]
+
+DEMO_ROUTER = "runs/demo/router"
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What to write, with which models, and who decides.
+
+    Attributes:
+        prompts: the prompts.
+        file: a text file with one prompt a line.
+        drafter: the small model: a folder, a hub id, embedded:NAME or early-exit:K; default: the router's own.
+        verifier: the large model: a folder, a hub id or embedded:NAME; default: the router's own.
+        dtype: float32, bfloat16, float16, or auto for what suits the device.
+        device: cpu, cuda, cuda:1, mps or auto.
+        rule: a plug-in rule by name, such as specdecode, chow, diff, opt, token_v3 or lossy.
+        rule_options: further parameters of the rule, as in --rule ensemble --rule-options.weight 0.5.
+        router: folder or hub id of a trained router.
+        alpha: the price of a rejection, for --rule or --router; default of a router: the one stored in it.
+        budget: choose the router's α so that at most this share of drafted tokens is rejected.
+        alone: let one model write without the other, for comparison: drafter or verifier.
+        gamma: how many tokens are drafted at a time.
+        max_new_tokens: where to stop at the latest.
+        temperature: 0 decodes greedily.
+        top_p: keep the most probable tokens of this total mass; 1 keeps all.
+        top_k: keep this many most probable tokens; 0 keeps all.
+        seed: the same seed writes the same text.
+        chat: wrap each prompt in the model's chat template, if it has one.
+        stats: print acceptance, deferral, rejection, calls and speed.
+        show: colour each token by its writer.
+        json: write one JSON object a prompt (prompt, text, counts) instead of text.
+        out: write to this file instead of stdout; the resolved config goes beside it.
+    """
+
+    prompts: list[str] = field(default_factory=list)
+    file: Path | None = None
+    drafter: str | None = None
+    verifier: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    rule: str | None = None
+    rule_options: dict[str, float] = field(default_factory=dict)
+    router: str | None = None
+    alpha: float | None = None
+    budget: float | None = None
+    alone: str | None = None
+    gamma: int = 5
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    chat: bool = True
+    stats: bool = False
+    show: bool = False
+    json: bool = False
+    out: Path | None = None
+
+
+def complete(config: GenerateConfig) -> GenerateConfig:
+    """Check who decides, fall back on the demo's router, and read the prompts.
+
+    Raises:
+        UsageError: options that exclude each other, nobody to decide, or no prompt.
+    """
+    return replace(_with_decider(config), prompts=_read_prompts(config))
+
+
+def _with_decider(config: GenerateConfig) -> GenerateConfig:
+    """Check that exactly one decides, and fall back on the demo's router."""
+    deciders = {"--rule": config.rule, "--router": config.router, "--alone": config.alone}
+    given = [flag for flag, value in deciders.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"cannot take {' and '.join(given)} together: choose one")
+    if config.alone not in (None, "drafter", "verifier"):
+        raise UsageError(f"--alone: expected drafter or verifier, got {config.alone!r}")
+    if config.budget is not None and config.alpha is not None:
+        raise UsageError("cannot take --alpha and --budget together: choose one")
+    if config.budget is not None and (config.rule or config.alone):
+        raise UsageError("--budget: only a router can find its own α; give --router, or --alpha for a rule")
+    if given:
+        return config
+    if not Path(DEMO_ROUTER).is_dir():
+        raise UsageError(
+            f"nobody decides: give --rule, --router or --alone (no {DEMO_ROUTER} here; `speccascade demo` makes it)"
+        )
+    return replace(config, router=DEMO_ROUTER)
+
+
+def rule_parameters(config: GenerateConfig) -> dict[str, Any]:
+    """Everything that ``rules.get`` is given beside the name."""
+    alpha = {} if config.alpha is None else {"alpha": config.alpha}
+    return alpha | config.rule_options
+
+
+def _read_prompts(config: GenerateConfig) -> list[str]:
+    if config.prompts and config.file is not None:
+        raise UsageError("cannot take prompts from the line and from --file together: choose one")
+    if config.prompts:
+        return config.prompts
+    if config.file is not None:
+        if not config.file.is_file():
+            raise UsageError(f"--file: no such file: {str(config.file)!r}")
+        prompts = [line for line in config.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        if sys.stdin.isatty():
+            print("reading a prompt from stdin; end with Ctrl-D", file=sys.stderr)
+        prompts = [text for text in [sys.stdin.read().rstrip("\n")] if text.strip()]
+    if not prompts:
+        raise UsageError("no prompt: expected one on the line, in --file or on stdin")
+    return prompts

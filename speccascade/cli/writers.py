@@ -1,0 +1,124 @@
+"""The models, the tokenizer and the rule behind ``speccascade generate``, loaded and checked against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cascade.engine import SingleModel, SpeculativeCascade
+from ..cascade.results import GenerationResult
+from ..data.pairs import Pair, PairConfig, load_pair
+from ..router import rules
+from ..router.learned import LearnedRouter
+from .request import GenerateConfig, rule_parameters
+from .shell import UsageError
+
+__all__ = ["Writer", "load_writer"]
+
+DEMO_DRAFTER = "runs/demo/drafter"
+DEMO_VERIFIER = "embedded:smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A loaded pair (or one model of it) that turns prompts into text."""
+
+    config: GenerateConfig
+    pair: Pair
+    model: SpeculativeCascade | SingleModel
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the pair."""
+        return self.pair.tokenizer
+
+    def write(self, prompt: str) -> GenerationResult:
+        """Generate after one prompt."""
+        config = self.config
+        return self.model.generate(
+            torch.tensor([self.encode(prompt)], device=self.pair.verifier.device),
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            eos_token_id=self.end_tokens(),
+            seed=config.seed,
+            ledger=config.show,
+        )
+
+    def text_of(self, result: GenerationResult) -> str:
+        """Decode what was written, without the prompt and special tokens."""
+        ids = result.sequences[0, result.prompt_length :]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt: in the chat template if there is one and it is wanted, special tokens once."""
+        if self.config.chat and getattr(self.tokenizer, "chat_template", None):
+            message = [{"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def end_tokens(self) -> list[int]:
+        """Every token that ends a sequence, by the tokenizer or by the verifier's own generation config."""
+        stated = getattr(self.pair.verifier.generation_config, "eos_token_id", None)
+        many = stated if isinstance(stated, (list, tuple)) else [stated]
+        return sorted({token for token in (*many, self.tokenizer.eos_token_id) if token is not None})
+
+
+def load_writer(config: GenerateConfig) -> tuple[GenerateConfig, Writer]:
+    """Load what a config names; return it with every default filled in, and the writer.
+
+    Raises:
+        ValueError: a router that belongs to another pair, or an argument out of range.
+        OSError: a model or router that cannot be found.
+    """
+    if config.rule is not None:
+        rules.get(config.rule, **rule_parameters(config))  # before any model is read
+    router = _load_router(config)
+    config = _with_models(config, router)
+    pair = load_pair(PairConfig(str(config.drafter), str(config.verifier), dtype=config.dtype, device=config.device))
+    return config, Writer(config, pair, _make_model(config, pair, router))
+
+
+def _load_router(config: GenerateConfig) -> LearnedRouter | None:
+    if config.router is None:
+        return None
+    router = LearnedRouter.from_pretrained(config.router, alpha=config.alpha)
+    if config.budget is not None:
+        router = router.with_budget(rejection=config.budget, greedy=config.temperature == 0)
+    return router
+
+
+def _with_models(config: GenerateConfig, router: LearnedRouter | None) -> GenerateConfig:
+    """Fill in the pair that a router was trained for, or the demo's."""
+    if router is not None:
+        own = (router.config.drafter, router.config.verifier)
+    else:
+        own = (DEMO_DRAFTER, DEMO_VERIFIER)
+        if config.drafter is None and not Path(own[0]).is_dir():
+            raise UsageError(f"--drafter: needed and not given (`speccascade demo` makes one in {DEMO_DRAFTER})")
+    return replace(config, drafter=config.drafter or own[0], verifier=config.verifier or own[1])
+
+
+def _make_model(config: GenerateConfig, pair: Pair, router: LearnedRouter | None) -> SpeculativeCascade | SingleModel:
+    if config.alone == "drafter":
+        return SingleModel(pair.drafter, role="drafter", vocab_size=pair.vocab_size)
+    if config.alone == "verifier":
+        return SingleModel(pair.verifier, vocab_size=pair.vocab_size)
+    if router is not None:
+        identity = pair.identity
+        router.check_pair(
+            vocabulary_fingerprint=identity.vocabulary_fingerprint,
+            drafter=identity.drafter,
+            verifier=identity.verifier,
+            drafter_digest=identity.drafter_digest,
+            verifier_digest=identity.verifier_digest,
+        )
+        rule: Any = router
+    else:
+        rule = rules.get(str(config.rule), **rule_parameters(config))
+    return SpeculativeCascade(pair.drafter, pair.verifier, rule, gamma=config.gamma, vocab_size=pair.vocab_size)
