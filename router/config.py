@@ -7,7 +7,7 @@ a router that is silently a little different is worse than none.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -54,9 +54,7 @@ class CalibrationRow:
         for name, value in asdict(self).items():
             if name.endswith(("_low", "_high")) and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"calibration: expected a finite number for {name!r}, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            _check_number(f"calibration {name}", value)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class RouterConfig:
     vocabulary_fingerprint: str
     trace_digest: str
     default_alpha: float
-    calibration: Mapping[str, tuple[CalibrationRow, ...]] = field(default_factory=dict)
+    calibration: Mapping[str, Sequence[CalibrationRow]] = field(default_factory=dict)
     drafter_digest: str = ""
     verifier_digest: str = ""
     task: str = ""
@@ -101,18 +99,11 @@ class RouterConfig:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if isinstance(self.default_alpha, bool) or not isinstance(self.default_alpha, (int, float)):
-            raise ValueError(f"default_alpha: expected a number, got {self.default_alpha!r}")
-        if not math.isfinite(self.default_alpha):
-            raise ValueError(f"default_alpha: expected a finite number, got {self.default_alpha!r}")
+        _check_number("default_alpha", self.default_alpha)
         check_choice("kind", self.kind, HEAD_KINDS)
         check_choice("estimator", self.estimator, ESTIMATORS)
         for key in self.calibration:
             check_choice("calibration", key, CALIBRATION_KEYS)
-        rows = {key: tuple(map(_calibration_row, table)) for key, table in self.calibration.items()}
-        object.__setattr__(self, "calibration", rows)
-        for name in ("hidden", "features", "losses"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def check_features(self) -> None:
         """Compare the feature schema with the one of this code.
@@ -152,7 +143,7 @@ class RouterConfig:
                 another type, or its digest does not fit.
         """
         try:
-            content = json.loads(text)
+            content = json.loads(text, parse_constant=_refuse_constant)
         except ValueError as error:
             raise ValueError(f"router_config.json: expected JSON: {error}") from error
         if not isinstance(content, dict):
@@ -164,16 +155,38 @@ class RouterConfig:
         _check_keys(content)
         if digest != _digest(content):
             raise ValueError("router_config.json: its content does not fit its digest: edited or damaged")
-        return cls(**content)
+        return cls(**content | _records(content))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
+def _records(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that JSON holds in another type than the record does."""
+    calibration = {key: _calibration_rows(rows) for key, rows in content["calibration"].items()}
+    for name, value in content["figures"].items():
+        _check_number(f"figures {name}", value)
+    lists = {name: tuple(content[name]) for name in ("hidden", "features", "losses")}
+    return {"calibration": calibration, **lists}
+
+
+def _calibration_rows(rows: Any) -> tuple[CalibrationRow, ...]:
+    if not isinstance(rows, list):
+        raise ValueError(f"calibration: expected a list of rows, got {rows!r}")
+    return tuple(map(_calibration_row, rows))
+
+
 def _calibration_row(row: Any) -> CalibrationRow:
-    if isinstance(row, CalibrationRow):
-        return row
     if not isinstance(row, Mapping):
         raise ValueError(f"calibration: expected rows with named values, got {row!r}")
     names = [entry.name for entry in fields(CalibrationRow)]

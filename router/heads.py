@@ -58,8 +58,8 @@ class RouterHead(nn.Module):
         """Number of features F."""
         return len(FEATURE_SETS[self.feature_set])
 
-    def set_normalisation(self, mean: Float[Tensor, "F"], std: Float[Tensor, "F"]) -> None:
-        """Store the training mean and deviation of every feature; a constant feature is centred and not scaled.
+    def set_normalisation(self, mean: Tensor, std: Tensor) -> None:
+        """Store the training mean and deviation ``[F]`` of every feature; a constant feature is centred and not scaled.
 
         Raises:
             ValueError: a shape other than [F], or a value that is not finite, or a negative deviation.
@@ -93,18 +93,15 @@ class RouterHead(nn.Module):
         return self._confidence_logits(features).sigmoid()
 
     def loss(
-        self,
-        features: Float[Tensor, "N F"],
-        correctness: Float[Tensor, "N 2 2"],
-        weight: Float[Tensor, "N"] | None = None,
+        self, features: Float[Tensor, "N F"], correctness: Tensor, weight: Tensor | None = None
     ) -> Float[Tensor, ""]:
         """Training loss, averaged over positions and losses: squared for ``gap``, cross-entropy for ``two_confidence``.
 
         Args:
-            features: as ``build_features`` returns them.
-            correctness: one minus the loss of each model at the label. Row 0 (zero_one): 1[label = argmax q°] and
-                1[label = argmax p°]. Row 1 (sampled): q(label) and p(label).
-            weight: positive importance of each position; all equal by default.
+            features: ``[N, F]``, as ``build_features`` returns them.
+            correctness: ``[N, 2, 2]``, one minus the loss of each model at the label. Row 0 (zero_one): 1[label =
+                argmax q°] and 1[label = argmax p°]. Row 1 (sampled): q(label) and p(label).
+            weight: ``[N]``, positive importance of each position; all equal by default.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -112,6 +109,8 @@ class RouterHead(nn.Module):
         if correctness.shape != (len(features), len(LOSSES), 2):
             expected = [len(features), len(LOSSES), 2]
             raise ValueError(f"correctness: expected shape {expected}, got {list(correctness.shape)}")
+        if weight is not None and weight.shape != (len(features),):
+            raise ValueError(f"weight: expected shape [{len(features)}], got {list(weight.shape)}")
         if self.estimator == "gap":
             gap = self._silence_ties(features, self._outputs(features))
             error = (gap - (correctness[..., 1] - correctness[..., 0])).square().mean(dim=-1)

@@ -9,9 +9,8 @@ Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,8 +29,6 @@ from .runtime import HeadRuntime
 __all__ = ["LearnedRouter"]
 
 LOSS_CHOICES = ("auto", *LOSSES)
-
-Loss = Literal["auto", "zero_one", "sampled"]
 
 
 class _GapMemory:
@@ -68,7 +65,7 @@ class LearnedRouter(PositionRule):
     bundle: Bundle
     head: Callable[[Stats], Tensor]
     alpha: float
-    loss: Loss = "auto"
+    loss: str = "auto"
 
     def __post_init__(self) -> None:
         check_range("alpha", self.alpha, -float("inf"), float("inf"))
@@ -79,7 +76,7 @@ class LearnedRouter(PositionRule):
         cls,
         name: str | os.PathLike[str],
         alpha: float | None = None,
-        loss: Loss = "auto",
+        loss: str = "auto",
         backend: str = "onnx",
         revision: str | None = None,
     ) -> "LearnedRouter":
@@ -204,7 +201,7 @@ class LearnedRouter(PositionRule):
         return f"LearnedRouter({pair}, {head}, alpha={self.alpha:g}, loss={self.loss!r})"
 
 
-def _best_within(rows: tuple[CalibrationRow, ...], measure: str, budget: float, key: str) -> CalibrationRow:
+def _best_within(rows: Sequence[CalibrationRow], measure: str, budget: float, key: str) -> CalibrationRow:
     if not rows:
         raise ValueError(f"with_budget: this router holds no {key!r} calibration; set alpha instead")
     within = [row for row in rows if getattr(row, measure) <= budget]

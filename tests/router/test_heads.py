@@ -1,0 +1,167 @@
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from speccascade.cascade import Stats
+from speccascade.router.features import FEATURE_SETS, build_features, feature_index
+from speccascade.router.heads import ESTIMATORS, HEAD_KINDS, LOSSES, RouterHead, make_head
+
+AGREE = feature_index("verified", "argmax_agree")
+
+
+def features_of(stats: Stats, feature_set: str = "verified") -> Tensor:
+    return build_features(stats, feature_set).flatten(end_dim=-2)
+
+
+@pytest.mark.parametrize("feature_set", FEATURE_SETS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_an_untrained_head_sees_no_gap(kind: str, estimator: str, feature_set: str) -> None:
+    head = make_head(kind, estimator, feature_set)
+    gap = head(torch.randn(5, len(FEATURE_SETS[feature_set])))
+    assert gap.shape == (5, len(LOSSES))
+    assert torch.equal(gap, torch.zeros_like(gap))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_gaps_stay_probability_differences(kind: str, estimator: str, weighted_head: Callable[..., RouterHead]) -> None:
+    head = weighted_head(kind, estimator)
+    wild = torch.tensor([[0.0], [1e30], [-1e30], [torch.inf], [-torch.inf], [torch.nan]]).expand(-1, head.width)
+    gap = head(wild)
+    assert torch.isfinite(gap).all() and gap.abs().amax() <= 1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_missing_feature_counts_as_its_mean(estimator: str, weighted_head: Callable[..., RouterHead]) -> None:
+    head = weighted_head(estimator=estimator)
+    features = torch.randn(20, head.width)
+    column = 9
+    at_mean = features.clone()
+    at_mean[:, column] = head.feature_mean[column]
+    features[:, column] = torch.nan
+    assert torch.equal(head(features), head(at_mean))
+    assert head(features).unique().numel() > 2
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_where_both_name_the_same_token_the_zero_one_gap_is_zero(
+    estimator: str, weighted_head: Callable[..., RouterHead], make_stats: Callable[..., Stats]
+) -> None:
+    stats = make_stats(batch=40, vocab=4)
+    agree = stats.argmax_agree.flatten() == 1
+    gap = weighted_head(estimator=estimator)(features_of(stats))
+    zero_one, sampled = gap.unbind(dim=-1)
+    assert agree.any() and (~agree).any()
+    assert (zero_one[agree] == 0).all() and (zero_one[~agree] != 0).all()
+    assert (sampled != 0).all()
+
+
+def test_confidences_differ_by_the_gap(
+    weighted_head: Callable[..., RouterHead], make_stats: Callable[..., Stats]
+) -> None:
+    head = weighted_head(estimator="two_confidence")
+    features = features_of(make_stats(batch=40, vocab=4))
+    confidences = head.confidences(features)
+    assert confidences.shape == (160, len(LOSSES), 2)
+    assert ((confidences >= 0) & (confidences <= 1)).all() and confidences.std() > 0.1
+    torch.testing.assert_close(head(features), confidences[..., 1] - confidences[..., 0])
+
+
+def test_a_gap_head_has_no_confidences(weighted_head: Callable[..., RouterHead]) -> None:
+    with pytest.raises(ValueError, match="two_confidence"):
+        weighted_head(estimator="gap").confidences(torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_parameters_are_distinct(kind: str) -> None:
+    """Layers that share one module look deep and are not (cases: "three layers" that were one)."""
+    hidden = (8, 8, 8)
+    head = make_head(kind, "gap", "draft_only", hidden)
+    widths = [5, *(hidden if kind == "mlp" else ()), 2]
+    expected = sum(before * after + after for before, after in pairwise(widths))
+    storages = {parameter.data_ptr() for parameter in head.parameters()}
+    assert sum(parameter.numel() for parameter in head.parameters()) == expected
+    assert len(storages) == len(list(head.parameters()))
+    assert not any(name.startswith(("feature_", "tie_")) for name, _ in head.named_parameters())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_training_recovers_the_expected_gap(kind: str, estimator: str) -> None:
+    """Fisher consistency on a problem with a known answer: the gap depends on one feature, labels are noisy."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(8000, len(FEATURE_SETS["draft_only"]), generator=generator)
+    draft_right, verifier_right = (features[:, 0] * 0.8).sigmoid(), (features[:, 1] * 0.8).sigmoid()
+    chances = torch.stack([draft_right, verifier_right], dim=-1)
+    zero_one = (torch.rand(8000, 2, generator=generator) < chances).float()
+    correctness = torch.stack([zero_one, chances], dim=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = make_head(kind, estimator, "draft_only", (16,))
+    optimiser = torch.optim.Adam(head.parameters(), lr=0.02)
+    for _ in range(150):
+        optimiser.zero_grad()
+        head.loss(features, correctness).backward()
+        optimiser.step()
+    error = (head(features) - (verifier_right - draft_right).unsqueeze(-1)).square().mean(dim=0).sqrt()
+    assert error[0] < 0.06 and error[1] < 0.04, f"root mean square error of the gaps: {error.tolist()}"
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_weights_count_positions(estimator: str, weighted_head: Callable[..., RouterHead]) -> None:
+    head = weighted_head(estimator=estimator)
+    features, correctness = torch.randn(6, head.width), torch.rand(6, 2, 2)
+    weight = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(head.loss(features, correctness, weight), head.loss(features[:3], correctness[:3]))
+    torch.testing.assert_close(head.loss(features, correctness, torch.ones(6)), head.loss(features, correctness))
+
+
+def test_normalisation_is_part_of_the_graph() -> None:
+    head = make_head("linear", "gap", "draft_only")
+    with torch.no_grad():
+        head.trunk[0].weight.fill_(0.01)
+    mean, std = torch.arange(5.0), torch.tensor([1.0, 2.0, 4.0, 0.0, 1.0])
+    head.set_normalisation(mean, std)
+    assert torch.equal(head(mean.unsqueeze(0)), torch.zeros(1, 2))
+    torch.testing.assert_close(head((mean + std).unsqueeze(0)), torch.full((1, 2), 0.04))
+    assert {"feature_mean", "feature_std"} <= set(head.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        (torch.zeros(4), torch.ones(5), r"mean: expected shape \[5\], got \[4\]"),
+        (torch.zeros(5), torch.full((5,), torch.nan), "std: expected finite values"),
+        (torch.zeros(5), -torch.ones(5), "std: expected values >= 0"),
+    ],
+)
+def test_a_bad_normalisation_is_refused(mean: Tensor, std: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_head("linear", "gap", "draft_only").set_normalisation(mean, std)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "liner"}, "kind: .*did you mean 'linear'"),
+        ({"estimator": "two_confidences"}, "estimator: .*did you mean 'two_confidence'"),
+        ({"feature_set": "draft"}, "feature_set: .*got 'draft'"),
+        ({"hidden": ()}, "hidden: expected at least one width"),
+        ({"hidden": (16, 0)}, "hidden: expected at least one width"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_head(**arguments)
+
+
+def test_correctness_of_another_shape_is_refused(weighted_head: Callable[..., RouterHead]) -> None:
+    head = weighted_head()
+    with pytest.raises(ValueError, match=r"correctness: expected shape \[3, 2, 2\], got \[4, 2, 2\]"):
+        head.loss(torch.zeros(3, head.width), torch.zeros(4, 2, 2))
+    with pytest.raises(ValueError, match=r"weight: expected shape \[3\], got \[2\]"):
+        head.loss(torch.zeros(3, head.width), torch.zeros(3, 2, 2), torch.ones(2))
