@@ -118,7 +118,9 @@ def early_exit(model: PreTrainedModel, layers: int) -> PreTrainedModel:
         ValueError: ``layers`` out of range, or a model whose stack of layers cannot be found.
     """
     backbone = getattr(model, model.base_model_prefix, None)
-    stack_name = next((name for name in ("layers", "h") if isinstance(getattr(backbone, name, None), nn.ModuleList)), None)
+    stack_name = next(
+        (name for name in ("layers", "h") if isinstance(getattr(backbone, name, None), nn.ModuleList)), None
+    )
     if backbone is None or stack_name is None:
         raise ValueError(f"model: expected a decoder with a list of layers, got {type(model).__name__}")
     stack = getattr(backbone, stack_name)
@@ -137,6 +139,8 @@ def early_exit(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 def _share(module: PreTrainedModel, config: object) -> PreTrainedModel:
     shared = copy.copy(module)
-    shared._modules = dict(module._modules)  # its own table of children, so that replacing one leaves the original whole
+    shared._modules = dict(
+        module._modules
+    )  # its own table of children, so that replacing one leaves the original whole
     shared.config = config
     return shared

@@ -266,7 +266,9 @@ class SingleModel:
             streamer.put(input_ids.cpu())
         while not finished:
             logits = state.extend(unread, keep=1)[:, 0]
-            next_token = draw(logits_to_probs(logits, request.sampling, f"the model {self.model.name}"), request.generator)
+            next_token = draw(
+                logits_to_probs(logits, request.sampling, f"the model {self.model.name}"), request.generator
+            )
             _, finished = request.stopping.keep(tokens, [int(next_token)])
             tokens.append(int(next_token))
             unread = next_token.unsqueeze(1)
@@ -307,7 +309,9 @@ def _check_request(
             raise ValueError(f"attention_mask: expected the shape of input_ids {expected}, got {got}")
         padding = int((attention_mask[0] == 0).sum())
         if bool((attention_mask[0, :padding] != 0).any()) or padding == input_ids.shape[1]:
-            raise ValueError("attention_mask: expected ones, after zeros for left padding, got zeros elsewhere or no ones")
+            raise ValueError(
+                "attention_mask: expected ones, after zeros for left padding, got zeros elsewhere or no ones"
+            )
         prompt = input_ids[:, padding:]
     if int(prompt.min()) < 0 or int(prompt.max()) >= model.vocab_size:
         bounds = f"{int(prompt.min())} to {int(prompt.max())}"

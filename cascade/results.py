@@ -79,7 +79,9 @@ class GenerationStats:
     def total(cls, parts: "tuple[GenerationStats, ...]", seconds: float) -> "GenerationStats":
         """Sum the counts of several sequences that ran together for ``seconds``."""
         names = [field.name for field in fields(cls) if field.name not in ("seconds", "per_sequence")]
-        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names}, seconds=seconds, per_sequence=parts)
+        return cls(
+            **{name: sum(getattr(part, name) for part in parts) for name in names}, seconds=seconds, per_sequence=parts
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""One route from logits to probabilities, and draws that follow them."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from speccascade.cascade.distributions import Sampling, draw, logits_to_probs, residual, total_variation
+
+
+def some_logits(rows: int = 50, vocab: int = 31, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_temperature_zero_is_one_hot_at_the_lowest_argmax() -> None:
+    probs = logits_to_probs(torch.tensor([[1.0, 5.0, 5.0, -2.0]]), Sampling(temperature=0))
+    assert probs.tolist() == [[0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_processing_equals_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    logits = some_logits()
+    expected = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    probs = logits_to_probs(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16_logits_give_float32_probabilities() -> None:
+    logits = some_logits().bfloat16()
+    probs = logits_to_probs(logits)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs, logits.float().softmax(-1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_logits_name_model_and_row(bad: float) -> None:
+    logits = some_logits()
+    logits[7, 3] = bad
+    with pytest.raises(ValueError, match=r"the drafter tiny.*row \(7,\)"):
+        logits_to_probs(logits, source="the drafter tiny")
+
+
+def test_a_row_without_any_possible_token_is_refused_but_masked_tokens_are_not() -> None:
+    masked = torch.tensor([[0.0, -math.inf, 1.0]])
+    assert logits_to_probs(masked)[0, 1] == 0
+    with pytest.raises(ValueError, match="only -inf"):
+        logits_to_probs(torch.full((1, 3), -math.inf))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: expected a finite number >= 0, got -1.0"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_settings_out_of_range_are_named(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**arguments)  # type: ignore[arg-type]
+
+
+def test_residual_of_equal_distributions_is_zero_not_nan() -> None:
+    probs = logits_to_probs(some_logits())
+    assert residual(probs, probs).abs().sum() == 0
+
+
+def test_residual_and_total_variation_of_disjoint_supports() -> None:
+    q, p = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.25, 0.75])
+    assert total_variation(p, q) == 1
+    torch.testing.assert_close(residual(p, q), p)
+
+
+def test_draw_follows_the_weights() -> None:
+    weights = torch.tensor([0.0, 0.5, 1.5, 0.0, 2.0, 0.0])  # need not sum to one
+    count = 40_000
+    tokens = draw(weights.expand(count, -1), torch.Generator().manual_seed(3))
+    observed = tokens.bincount(minlength=6).double()
+    assert observed[[0, 3, 5]].sum() == 0, "a token of weight zero was drawn"
+    expected = weights[[1, 2, 4]].double() / weights.sum() * count
+    statistic = float(((observed[[1, 2, 4]] - expected) ** 2 / expected).sum())
+    assert statistic < chi2.ppf(1 - 1e-6, df=2), f"chi-square {statistic:.1f}: odds of a false alarm are 1e-6"
+
+
+def test_draw_depends_on_the_generator_alone() -> None:
+    probs = logits_to_probs(some_logits())
+    first, second = (draw(probs, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, second)

@@ -1,0 +1,106 @@
+"""Each scalar equals its definition, live and read back."""
+
+import pytest
+import torch
+
+from speccascade.cascade.distributions import Sampling, logits_to_probs
+from speccascade.cascade.statistics import STAT_FIELDS, Stats
+
+N, V = 40, 23
+
+
+def distributions(sampling: Sampling) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    draft, verifier = (torch.randn(N, V, generator=generator) * 2 for _ in range(2))
+    return (
+        logits_to_probs(draft, sampling),
+        logits_to_probs(verifier, sampling),
+        logits_to_probs(draft),
+        logits_to_probs(verifier),
+    )
+
+
+def by_definition(q: list[float], p: list[float], q0: list[float], p0: list[float]) -> dict[str, float]:
+    import math
+
+    def entropy(x: list[float]) -> float:
+        return -sum(v * math.log(v) for v in x if v > 0)
+
+    def margin(x: list[float]) -> float:
+        first, second = sorted(x, reverse=True)[:2]
+        return first - second
+
+    def tv(x: list[float], y: list[float]) -> float:
+        return 0.5 * sum(abs(a - b) for a, b in zip(x, y, strict=True))
+
+    return {
+        "draft_max": max(q0),
+        "verifier_max": max(p0),
+        "draft_margin": margin(q0),
+        "verifier_margin": margin(p0),
+        "draft_entropy": entropy(q0),
+        "verifier_entropy": entropy(p0),
+        "verifier_at_draft": p0[q0.index(max(q0))],
+        "draft_at_verifier": q0[p0.index(max(p0))],
+        "argmax_agree": float(q0.index(max(q0)) == p0.index(max(p0))),
+        "tv_raw": tv(p0, q0),
+        "kl": sum(b * math.log(b / a) for a, b in zip(q0, p0, strict=True)),
+        "tv": tv(p, q),
+        "draft_max_processed": max(q),
+        "verifier_max_processed": max(p),
+        "draft_entropy_processed": entropy(q),
+        "verifier_entropy_processed": entropy(p),
+        "verifier_at_draft_processed": p[q.index(max(q))],
+    }
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.5), Sampling(0.8, top_k=6), Sampling(1.2, top_p=0.7)])
+def test_every_field_equals_its_definition(sampling: Sampling) -> None:
+    parts = distributions(sampling)
+    columns = Stats(*parts).columns()
+    assert tuple(columns) == STAT_FIELDS
+    for row in range(N):
+        expected = by_definition(*(part[row].tolist() for part in parts))
+        got = {name: float(column[row]) for name, column in columns.items()}
+        assert got == pytest.approx(expected, abs=2e-5)
+
+
+def test_greedy_equals_the_statistics_of_the_one_hot_limit() -> None:
+    plain = Stats(*distributions(Sampling()))
+    one_hot = Stats(*distributions(Sampling(temperature=0)))
+    for name, column in plain.greedy().columns().items():
+        torch.testing.assert_close(column, getattr(one_hot, name), msg=name)
+
+
+def test_columns_round_trip_and_select() -> None:
+    stats = Stats(*distributions(Sampling()))
+    again = Stats.from_columns(stats.columns())
+    assert all(torch.equal(getattr(again, name), getattr(stats, name)) for name in STAT_FIELDS)
+    assert torch.equal(again.select(slice(3, 9)).tv, stats.tv[3:9])
+
+
+def test_missing_and_unknown_columns_are_named() -> None:
+    columns = Stats(*distributions(Sampling())).columns()
+    columns["tvv"] = columns.pop("tv")
+    with pytest.raises(ValueError, match=r"missing \['tv'\], unknown \['tvv'\]"):
+        Stats.from_columns(columns)
+
+
+def test_stats_are_frozen_and_lazy() -> None:
+    stats = Stats(*distributions(Sampling()))
+    assert "nothing yet" in repr(stats)
+    assert stats.tv is stats.tv
+    assert "tv" in repr(stats)
+    with pytest.raises(AttributeError, match="frozen"):
+        stats.tv = torch.zeros(N)  # type: ignore[misc]
+
+
+def test_extremes_stay_finite() -> None:
+    one_hot = torch.eye(V)[:1]
+    other = torch.eye(V)[1:2]
+    uniform = torch.full((1, V), 1 / V)
+    for q in (one_hot, uniform):
+        for p in (one_hot, other, uniform):
+            for name, column in Stats(q, p, q, p).columns().items():
+                assert column.isfinite().all(), name
+    assert Stats(one_hot, other, one_hot, other).tv == 1
