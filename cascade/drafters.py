@@ -8,7 +8,7 @@ Shapes: ``B`` sequence, ``L`` tokens so far, ``T`` drafted tokens, ``V`` token.
 
 import copy
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -137,7 +137,7 @@ def early_exit(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     return view
 
 
-def _share(module: PreTrainedModel, config: object) -> PreTrainedModel:
+def _share(module: PreTrainedModel, config: Any) -> PreTrainedModel:
     shared = copy.copy(module)
     shared._modules = dict(
         module._modules

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from .blocks import TargetRule, VerifyBlock
 from .distributions import Sampling, draw, logits_to_probs
 from .drafters import Drafter, DraftState, ModelDrafter
-from .models import CausalLM, PrefixState, TransformersLM
-from .results import GenerationResult, GenerationStats, LedgerEntry, count_entries
+from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
+from .results import GenerationResult, GenerationStats, LedgerEntry
 from .stopping import Decoder, Stopping, as_eos_ids
 from .verify import verify_block
 
@@ -84,7 +84,7 @@ class SpeculativeCascade:
         if not callable(getattr(rule, "target", None)):
             raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
         if vocab_size is None:
-            vocab_size = min(_vocab_rows(drafter), _vocab_rows(verifier))
+            vocab_size = min(_vocabulary(drafter), _vocabulary(verifier))
         self.verifier = _as_language_model(verifier, vocab_size)
         self.drafter = _as_drafter(drafter, vocab_size)
         if self.drafter.vocab_size != self.verifier.vocab_size:
@@ -152,10 +152,14 @@ class SpeculativeCascade:
         if streamer is not None:
             streamer.end()
         seconds = time.perf_counter() - started
-        row = GenerationStats(
-            rounds=rounds, drafted=drafted, verifier_calls=verify_state.calls, drafter_calls=draft_state.calls,
-            seconds=seconds, **count_entries(entries),
-        )  # fmt: skip
+        row = GenerationStats.of_entries(
+            entries,
+            rounds=rounds,
+            drafted=drafted,
+            verifier_calls=verify_state.calls,
+            drafter_calls=draft_state.calls,
+            seconds=seconds,
+        )
         return _result(input_ids, entries, row, seconds, ledger)
 
     def _run_round(
@@ -235,7 +239,7 @@ class SingleModel:
     ) -> None:
         if role not in ("verifier", "drafter"):
             raise ValueError(f"role: expected 'verifier' or 'drafter', got {role!r}")
-        self.model = _as_language_model(model, vocab_size or _vocab_rows(model))
+        self.model = _as_language_model(model, vocab_size or _vocabulary(model))
         self.role: Literal["verifier", "drafter"] = role
 
     @torch.inference_mode()
@@ -277,10 +281,16 @@ class SingleModel:
         if streamer is not None:
             streamer.end()
         seconds = time.perf_counter() - started
-        calls = {f"{self.role}_calls": state.calls}
-        row = GenerationStats(rounds=state.calls, new_tokens=len(tokens), seconds=seconds, **calls)
-        writer = self.role
-        return _result(input_ids, [LedgerEntry(token, writer) for token in tokens], row, seconds, ledger)
+        entries = [LedgerEntry(token, self.role) for token in tokens]
+        calls = {"verifier": 0, "drafter": 0, self.role: state.calls}
+        row = GenerationStats(
+            rounds=state.calls,
+            verifier_calls=calls["verifier"],
+            drafter_calls=calls["drafter"],
+            new_tokens=len(tokens),
+            seconds=seconds,
+        )
+        return _result(input_ids, entries, row, seconds, ledger)
 
 
 def _examined_entries(block: VerifyBlock, deferred: list[bool], accepted: int, replacement: int) -> list[LedgerEntry]:
@@ -336,10 +346,9 @@ def _result(
     )
 
 
-def _vocab_rows(model: Any) -> int:
+def _vocabulary(model: Any) -> int:
     if isinstance(model, PreTrainedModel):
-        rows: int = model.get_output_embeddings().weight.shape[0]
-        return rows
+        return vocab_rows(model)
     if not hasattr(model, "vocab_size"):
         raise ValueError(f"model: expected a transformers model, a CausalLM or a Drafter, got {type(model).__name__}")
     return int(model.vocab_size)

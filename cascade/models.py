@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .cache import new_cache, refuse_unsupported, roll_back
 
-__all__ = ["CausalLM", "PrefixState", "TransformersLM"]
+__all__ = ["CausalLM", "PrefixState", "TransformersLM", "vocab_rows"]
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class TransformersLM:
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         refuse_unsupported(model)
-        rows = model.get_output_embeddings().weight.shape[0]
+        rows = vocab_rows(model)
         if vocab_size is not None and not 0 < vocab_size <= rows:
             raise ValueError(f"vocab_size: expected 1 to {rows} (rows of the head), got {vocab_size}")
         self.model = model.eval()
@@ -129,3 +129,9 @@ class TransformersState:
         assert 0 <= length <= self._length, f"cannot roll back from {self._length} to {length} tokens"
         roll_back(self._cache, self._length - length)
         self._length = length
+
+
+def vocab_rows(model: PreTrainedModel) -> int:
+    """Number of rows of the output head, padding rows included."""
+    rows: int = model.get_output_embeddings().weight.shape[0]
+    return rows

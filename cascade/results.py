@@ -6,7 +6,7 @@ from typing import Literal
 from jaxtyping import Int
 from torch import Tensor
 
-__all__ = ["GenerationResult", "GenerationStats", "LedgerEntry", "Writer", "count_entries"]
+__all__ = ["GenerationResult", "GenerationStats", "LedgerEntry", "Writer"]
 
 Writer = Literal["drafter", "verifier", "residual", "bonus"]
 
@@ -76,6 +76,30 @@ class GenerationStats:
         return self.new_tokens / self.seconds if self.seconds > 0 else 0.0
 
     @classmethod
+    def of_entries(
+        cls,
+        entries: "list[LedgerEntry]",
+        rounds: int,
+        drafted: int,
+        verifier_calls: int,
+        drafter_calls: int,
+        seconds: float,
+    ) -> "GenerationStats":
+        """Count the kept tokens of one sequence by writer and deferral, beside its rounds and calls."""
+        return cls(
+            rounds=rounds,
+            drafted=drafted,
+            accepted=sum(entry.writer == "drafter" for entry in entries),
+            rejected=sum(entry.writer == "residual" for entry in entries),
+            deferred=sum(bool(entry.deferred) for entry in entries),
+            bonus=sum(entry.writer == "bonus" for entry in entries),
+            verifier_calls=verifier_calls,
+            drafter_calls=drafter_calls,
+            new_tokens=len(entries),
+            seconds=seconds,
+        )
+
+    @classmethod
     def total(cls, parts: "tuple[GenerationStats, ...]", seconds: float) -> "GenerationStats":
         """Sum the counts of several sequences that ran together for ``seconds``."""
         names = [field.name for field in fields(cls) if field.name not in ("seconds", "per_sequence")]
@@ -86,20 +110,9 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Generated sequences ``[B, L]`` with their prompts, right-padded; counts; and the ledger where it was asked for."""
+    """Generated sequences ``[B, L]`` with their prompts, right-padded; counts; the ledger where asked for."""
 
     sequences: Int[Tensor, "B L"]
     prompt_length: int
     stats: GenerationStats
     ledger: tuple[tuple[LedgerEntry, ...], ...] | None = None
-
-
-def count_entries(entries: list[LedgerEntry]) -> dict[str, int]:
-    """Count kept tokens by writer and by deferral, under the field names of `GenerationStats`."""
-    return {
-        "accepted": sum(entry.writer == "drafter" for entry in entries),
-        "rejected": sum(entry.writer == "residual" for entry in entries),
-        "bonus": sum(entry.writer == "bonus" for entry in entries),
-        "deferred": sum(bool(entry.deferred) for entry in entries),
-        "new_tokens": len(entries),
-    }

@@ -53,6 +53,11 @@ class Stats:
         verifier_confidence: p° ``[*batch, V]``.
     """
 
+    _draft_probs: Tensor
+    _verifier_probs: Tensor
+    _draft_confidence: Tensor
+    _verifier_confidence: Tensor
+
     def __init__(
         self,
         draft_probs: Float[Tensor, "*batch V"],

@@ -2,7 +2,7 @@
 
 Token rules: π(v) = q(v)(1 − r(v)) + p(v)·η with η = Σ r(v) q(v); r(v) = 1 moves the drafter's mass at v over to the
 verifier. r depends on the prefix and on v, never on which token was drafted, so π is a distribution and the engine's
-accept/reject step emits exactly it. Source: Narasimhan et al., ICLR 2025, section 4.4 (Token V1–V3) and Lemma 2 (Lossy);
+accept/reject step emits exactly it. Source: Narasimhan et al., ICLR 2025, section 4.4 (Token V1–V3), Lemma 2 (Lossy);
 `Greedyward` is ours (docs/theory.md); typical acceptance is Medusa's.
 
 Shapes: ``B`` sequence, ``T`` position, ``V`` token.
