@@ -36,7 +36,7 @@ class CommandLine(Generic[ConfigT]):
         config_class: a dataclass whose fields, nested ones too, become flags.
         description: what the command does, for ``--help``.
         example: a few lines to copy, for the end of ``--help``.
-        positional: a field of type ``list[str]`` that takes the words which belong to no flag, if there is one.
+        positional: the field that takes the words which belong to no flag (one word, or all if it is a list), if any.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class CommandLine(Generic[ConfigT]):
             UsageError: an unknown flag or key, a bad value or a missing file, on one line.
         """
         flags, words = self._split(list(arguments))
-        if words and self.positional is None:
+        if words and self.positional and self.leaves[self.positional] != list[str]:
+            flags.append(f"--{self.positional}={words.pop(0)}")
+        if words and (self.positional is None or self.leaves[self.positional] != list[str]):
             raise UsageError(f"unexpected {words[0]!r} (speccascade {self.command} --help lists the options)")
         for path in _config_paths(flags):
             self._check_keys(path)

@@ -1,4 +1,4 @@
-"""What every command shares: one-line errors with exit codes, suggestions, packaged configs, timed stages.
+"""What every command shares: one-line errors with exit codes, suggestions and packaged configs.
 
 Knows no command and no config. Imports nothing heavy, since ``speccascade --help`` passes through here.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["UsageError", "find_config", "guard", "nearest", "stage", "suggest"]
+__all__ = ["UsageError", "find_config", "guard", "nearest", "suggest"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -103,12 +101,3 @@ def find_config(name: str | os.PathLike[str]) -> Path:
 def _config_folders() -> list[Path]:
     """Inside the package once installed, beside it in a checkout."""
     return [folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()]
-
-
-@contextmanager
-def stage(number: int, total: int, title: str) -> Iterator[None]:
-    """Announce a stage of a longer run on stderr, and the time that it took."""
-    print(f"[{number}/{total}] {title}", file=sys.stderr, flush=True)
-    start = time.perf_counter()
-    yield
-    print(f"[{number}/{total}] done in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

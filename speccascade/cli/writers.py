@@ -11,6 +11,7 @@ import torch
 from ..cascade.engine import SingleModel, SpeculativeCascade
 from ..cascade.results import GenerationResult
 from ..data.pairs import Pair, PairConfig, load_pair
+from ..data.prompts import PromptConfig, encode_prompt, end_token_id
 from ..router import rules
 from ..router.learned import LearnedRouter
 from .request import GenerateConfig, rule_parameters
@@ -38,8 +39,9 @@ class Writer:
     def write(self, prompt: str) -> GenerationResult:
         """Generate after one prompt."""
         config = self.config
+        ids = encode_prompt(prompt, self.tokenizer, self.prompts)
         return self.model.generate(
-            torch.tensor([self.encode(prompt)], device=self.pair.verifier.device),
+            torch.tensor([ids], device=self.pair.verifier.device),
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
@@ -54,19 +56,16 @@ class Writer:
         ids = result.sequences[0, result.prompt_length :]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt: in the chat template if there is one and it is wanted, special tokens once."""
-        if self.config.chat and getattr(self.tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return list(self.tokenizer(prompt)["input_ids"])
+    @property
+    def prompts(self) -> PromptConfig:
+        """How a prompt is put to the model: in the chat template if there is one and it is wanted."""
+        return PromptConfig(chat=self.config.chat and bool(getattr(self.tokenizer, "chat_template", None)))
 
     def end_tokens(self) -> list[int]:
-        """Every token that ends a sequence, by the tokenizer or by the verifier's own generation config."""
+        """Every token that ends an answer, by the template or by the verifier's own generation config."""
         stated = getattr(self.pair.verifier.generation_config, "eos_token_id", None)
         many = stated if isinstance(stated, (list, tuple)) else [stated]
-        return sorted({token for token in (*many, self.tokenizer.eos_token_id) if token is not None})
+        return sorted({end_token_id(self.tokenizer, self.prompts), *(token for token in many if token is not None)})
 
 
 def load_writer(config: GenerateConfig) -> tuple[GenerateConfig, Writer]:
