@@ -1,0 +1,1 @@
+"""What is shown: offline frontiers from traces, live sweeps, scorers, metrics, plots and the report."""

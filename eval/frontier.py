@@ -1,8 +1,8 @@
 """Offline frontiers: every rule and router over its whole range of rejection, from traces, in seconds, without a model.
 
 α is chosen on one split (validation): its hull says which settings are worth running and how to mix neighbours at
-random. They are then measured on another (test), so that a noisy lucky setting cannot flatter its method. Intervals come
-from resampling whole prompts; differences between methods are taken within each resample, so they are paired.
+random. They are then measured on another (test), so that a lucky setting cannot flatter its method. Intervals come from
+resampling whole prompts; differences between methods are taken within each resample, so they are paired.
 
 The *clairvoyant* knows the label and makes the best choice between q and p at each position: no position rule can do
 better. Token rules are not bound by it, since they may emit what neither model would.
@@ -66,7 +66,7 @@ class FrontierConfig:
 
 @dataclass(frozen=True)
 class Frontiers:
-    """``points``: one row a method × setting × loss; ``curves``: the frontiers at even budgets; ``summary``: the rest."""
+    """``points``: a row per method, setting and loss; ``curves``: frontiers at even budgets; ``summary``: the rest."""
 
     points: pd.DataFrame
     curves: pd.DataFrame
@@ -297,7 +297,7 @@ def _curve_table(
                     "quality_low": [1 - one.high for one in spreads],
                     "quality_high": [1 - one.low for one in spreads],
                 }
-            )  # fmt: skip
+            )
         )
     return pd.concat(tables, ignore_index=True)
 

@@ -8,17 +8,15 @@ even steps. Rejection need not be monotone in the dial (it is not for some token
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 
+from ..data.traces import TraceSplit
 from .methods import Method, check_loss, plug_in_methods
 from .replay import Replay
 
-if TYPE_CHECKING:
-    from ..data.traces import TraceSplit
-
-__all__ = ["alpha_for_rejection", "covering_grid"]
+__all__ = ["alpha_for_rejection", "covering_grid", "method_grid"]
 
 _SMALLEST_STEP = 1e-9
 _SEARCHED = 4_000
@@ -115,7 +113,7 @@ def _closest(miss: Callable[[float], float], coarse: int = 17, steps: int = 40) 
     """Bracket the target on a coarse grid, bisect the bracket, and return the best setting seen."""
     seen = {u: miss(u) for u in np.linspace(0.0, 1.0, coarse).tolist()}
     settings = sorted(seen)
-    brackets = [pair for pair in zip(settings, settings[1:], strict=False) if seen[pair[0]] * seen[pair[1]] <= 0]
+    brackets = [pair for pair in pairwise(settings) if seen[pair[0]] * seen[pair[1]] <= 0]
     for left, right in brackets[:1]:
         for _ in range(steps):
             middle = (left + right) / 2
@@ -123,4 +121,5 @@ def _closest(miss: Callable[[float], float], coarse: int = 17, steps: int = 40) 
             if seen[middle] == 0 or right - left < _SMALLEST_STEP:
                 break
             left, right = (middle, right) if seen[left] * seen[middle] > 0 else (left, middle)
-    return min(sorted(seen), key=lambda u: abs(seen[u]))
+    best: float = min(sorted(seen), key=lambda u: abs(seen[u]))
+    return best

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cascade.blocks import TargetRule
@@ -114,18 +113,18 @@ def _plug_in(name: str) -> Method:
     return Method(name, dial.label, kind, dial.low, dial.high, build)
 
 
-def router_method(directory: str, name: str | None = None) -> Method:
+def router_method(directory: str, name: str = "router", label: str = "Router") -> Method:
     """Describe a trained router; each loss reads the gap that was learned for it, at temperature 0 the 0-1 gap."""
     from ..router.learned import LearnedRouter  # loads onnxruntime, which only a comparison with routers needs
 
+    plain = LearnedRouter.from_pretrained(directory, alpha=0.0)
     routers = {
-        "zero_one": LearnedRouter.from_pretrained(directory, alpha=0.0, loss="zero_one"),
-        "sampled": LearnedRouter.from_pretrained(directory, alpha=0.0, loss="sampled"),
-        "greedy": LearnedRouter.from_pretrained(directory, alpha=0.0, loss="auto"),
+        "zero_one": replace(plain, loss="zero_one"),
+        "sampled": replace(plain, loss="sampled"),
+        "greedy": replace(plain, loss="auto"),
     }
-    label = name or Path(directory).name
 
     def build(alpha: float, loss: str) -> TargetRule:
         return routers[loss].with_alpha(alpha)
 
-    return Method(label, label, "router", -math.inf, math.inf, build)
+    return Method(name, label, "router", -math.inf, math.inf, build)

@@ -18,9 +18,9 @@ Knows no file and no grid. Shapes: ``N`` position, ``K`` logged token, ``C`` col
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,35 +30,16 @@ from torch import Tensor
 from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
 from ..cascade.verify import rejection_probability
+from ..data.traces import TraceSplit
 from .methods import check_loss
 from .metrics import sum_by_prompt
 
-__all__ = ["Outcome", "Replay", "ReplaySource"]
+__all__ = ["Outcome", "Replay"]
 
 Array = NDArray[np.float64]
 
 _CHUNK = 16_384
 _NEGLIGIBLE = 1e-6
-
-
-class ReplaySource(Protocol):
-    """The columns of a trace that a replay reads; `data.traces.TraceSplit` has them."""
-
-    prompt_index: Tensor
-    label: Tensor
-    stats: Stats
-    q_label: Tensor
-    p_label: Tensor
-    topk_ids: Tensor
-    topk_q: Tensor
-    topk_p: Tensor
-
-    @property
-    def correctness(self) -> Tensor:
-        """``[N, 2, 2]``: (0-1, sampled) × (drafter, verifier)."""
-        ...
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +63,7 @@ class Replay:
         logged: the k of the trace's top-k; None if the union holds the whole vocabulary.
     """
 
-    def __init__(self, source: ReplaySource, logged: int | None) -> None:
+    def __init__(self, source: TraceSplit, logged: int | None) -> None:
         if len(source) == 0:
             raise ValueError("source: expected a split with at least one position, got none")
         self.source, self.logged = source, logged
@@ -92,6 +73,7 @@ class Replay:
         self.num_prompts = int(values.size)
         self.prompt_index: NDArray[np.int64] = inverse.astype(np.int64)
         self._known: dict[Any, Array] = {}
+        self._thinned: dict[int, Replay] = {}
 
     def __len__(self) -> int:
         return len(self.source)
@@ -99,7 +81,9 @@ class Replay:
     def thin(self, positions: int) -> Replay:
         """Keep about so many positions, evenly spread: enough to search a dial, several times as fast."""
         stride = max(len(self) // positions, 1)
-        return self if stride == 1 else Replay(_Subset.take(self.source, slice(None, None, stride)), self.logged)
+        if stride > 1 and stride not in self._thinned:
+            self._thinned[stride] = Replay(_stride(self.source, stride), self.logged)
+        return self if stride == 1 else self._thinned[stride]
 
     def stats(self, loss: str) -> Stats:
         """The statistics that a rule sees under ``loss``."""
@@ -159,27 +143,11 @@ def _pick_loss(outcomes: Array, loss: str) -> Outcome:
     return Outcome(outcomes[1 if loss == "sampled" else 0], *outcomes[2:])
 
 
-@dataclass(frozen=True)
-class _Subset:
-    """Some positions of another source."""
-
-    prompt_index: Tensor
-    label: Tensor
-    stats: Stats
-    q_label: Tensor
-    p_label: Tensor
-    topk_ids: Tensor
-    topk_q: Tensor
-    topk_p: Tensor
-    correctness: Tensor
-
-    @classmethod
-    def take(cls, source: ReplaySource, index: slice) -> _Subset:
-        columns = {name: getattr(source, name)[index] for name in cls.__dataclass_fields__ if name != "stats"}
-        return cls(stats=source.stats.select(index), **columns)
-
-    def __len__(self) -> int:
-        return len(self.label)
+def _stride(source: TraceSplit, stride: int) -> TraceSplit:
+    """Take every ``stride``-th position."""
+    columns = {field.name: getattr(source, field.name) for field in fields(source)}
+    kept: dict[str, Any] = {name: column[::stride] for name, column in columns.items() if isinstance(column, Tensor)}
+    return replace(source, stats=source.stats.select(slice(None, None, stride)), **kept)
 
 
 @dataclass(frozen=True)
@@ -197,7 +165,7 @@ class _Columns:
     verifier_ceiling: Tensor
 
     @classmethod
-    def from_source(cls, source: ReplaySource, logged: int | None) -> _Columns:
+    def from_source(cls, source: TraceSplit, logged: int | None) -> _Columns:
         ids, draft, verifier = source.topk_ids.long(), source.topk_q.float(), source.topk_p.float()
         ceilings = [_kth_largest(probs, logged) for probs in (draft, verifier)]
         label = source.label.long().unsqueeze(-1)
@@ -263,8 +231,9 @@ class _Columns:
 
 def _make_block(*distributions: Tensor) -> VerifyBlock:
     """Build a block of one sequence; its tokens are not read, so they are not searched for."""
-    tokens = torch.zeros((1, distributions[0].shape[0]), dtype=torch.long)
-    return VerifyBlock.from_probs(*(one.unsqueeze(0) for one in distributions), tokens=tokens)
+    draft, verifier, draft_confidence, verifier_confidence = (one.unsqueeze(0) for one in distributions)
+    tokens = torch.zeros(draft.shape[:2], dtype=torch.long)
+    return VerifyBlock.from_probs(draft, verifier, draft_confidence, verifier_confidence, tokens)
 
 
 def _replay_greedy(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor, ...]:

@@ -67,7 +67,7 @@ def _rouge() -> Any:
 def exact_match(prediction: str, reference: str) -> float:
     """Whether the two are the same up to letter case and white space.
 
-    >>> exact_match(" Paris\\n", "paris")
+    >>> exact_match("  Paris ", "paris")
     1.0
     """
     return float(prediction.casefold().split() == reference.casefold().split())

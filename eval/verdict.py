@@ -61,8 +61,10 @@ def _state_one(loss: str, router: str, rows: Sequence[Mapping[str, Any]], labels
     parts = [_against("position-level plug-in rules", positional, labels)]
     if token:
         parts.append(_against("token-specific rules", token, labels))
-    if any(row["outcome"] == "loses" for row in token):
-        parts.append("Token rules emit a third distribution, which no choice between q and p can reach.")
+    if loss == "sampled" and any(row["outcome"] == "loses" for row in token):
+        parts.append(
+            "Token rules sample from a third distribution, nearer the mode, which no choice between q and p reaches."
+        )
     return f"{_IN_WORDS[loss]}: {labels[router]} {' '.join(parts)}"
 
 

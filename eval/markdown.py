@@ -1,0 +1,256 @@
+"""Lay out a report: Markdown for readers and repositories, a Rich table for the terminal. Computes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["render_live_table", "render_report"]
+
+_LOSS_TITLES = {
+    "zero_one": "0-1 loss of the more likely token (rejection as sampled at the traces' temperature)",
+    "sampled": "Loss of a sampled token, 1 − π(label)",
+    "greedy": "0-1 loss at temperature 0",
+}
+_FIGURE_TITLES = {
+    "frontier_zero_one": "Frontiers, 0-1 loss",
+    "frontier_sampled": "Frontiers, sampled-token loss",
+    "frontier_greedy": "Frontiers at temperature 0",
+    "distances": "Distance of every frontier from the clairvoyant's",
+    "reliability": "Calibration",
+    "live": "Live quality against verifier calls",
+}
+
+
+def render_report(
+    live: pd.DataFrame, frontiers: pd.DataFrame, record: Mapping[str, Any], figures: Sequence[str]
+) -> str:
+    """Write the page."""
+    models, shown = record["models"], {figure.rsplit("/", 1)[-1].removesuffix(".png"): figure for figure in figures}
+    parts = [f"# {models['drafter']} → {models['verifier']}", "", *_say_summary(live, record)]
+    if len(live):
+        parts += [
+            "",
+            "## Live run",
+            "",
+            *_say_live_conditions(record),
+            "",
+            *_live_rows(live, record),
+            "",
+            *_show("live", shown),
+        ]
+    if len(frontiers):
+        parts += ["", "## Offline frontiers", "", *_explain_frontiers(record)]
+        for loss in record["losses"]:
+            parts += ["", f"### {_LOSS_TITLES.get(loss, loss)}", "", *_frontier_rows(frontiers, record, loss), ""]
+            parts += _show(f"frontier_{loss}", shown)
+        parts += ["", *_show("distances", shown), "", "## Calibration", "", *_say_calibration(record), ""]
+        parts += _show("reliability", shown)
+    parts += ["", "## How this was made", "", *_say_provenance(record)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _say_summary(live: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
+    lines = [f"* {sentence}" for found in record["losses"].values() for sentence in found["verdict"]]
+    ratio = record["drafter_cost_ratio"]
+    if ratio is not None:
+        meaning = "so no speed-up is claimed here" if ratio > 0.5 else "which leaves room for a speed-up"
+        lines.append(f"* A step of the drafter costs {ratio:.2f} of one of the verifier, {meaning}.")
+    if len(live) and live["speed_ratio"].notna().any():
+        best = live[live["rejection"].notna()].sort_values("speed_ratio").tail(1)
+        lines += [
+            f"* Fastest cascade: {_name(row)}, {row['speed_ratio']:.2f} times the verifier alone "
+            f"[{row['speed_ratio_low']:.2f}, {row['speed_ratio_high']:.2f}], "
+            f"{row['calls_per_token']:.2f} verifier calls a token."
+            for _, row in best.iterrows()
+        ]
+    return lines + [f"* {note}" for note in record["notes"]]
+
+
+def _say_live_conditions(record: Mapping[str, Any]) -> list[str]:
+    run = record["live_run"]
+    return [
+        f"{run['prompts']} prompts of {record['data']['source']} ({run['split']}), {run['repeats']} answer(s) each, "
+        f"at most {run['max_new_tokens']} tokens, temperature {run['temperature']:g}, γ = {run['gamma']}, "
+        f"seed {run['seed']}. Quality is {run['scorers'][0]}. Brackets: 95% intervals, prompts resampled."
+    ]
+
+
+def _live_rows(live: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
+    offline = "offline_quality" in live.columns
+    head = ["method", "α", "budget"] + (["offline quality", "offline rejection", "offline deferral"] if offline else [])
+    head += [
+        "live quality",
+        "rejection",
+        "deferral",
+        "verifier calls a token",
+        "tokens a second",
+        "× verifier alone",
+        "same texts as",
+    ]
+    rows = []
+    for _, row in live.iterrows():
+        cells = [_bold(row["label"], row["kind"]), _number(row["alpha"], ".3g"), row.get("budgets") or "–"]
+        if offline:
+            cells += [
+                _spread(row["offline_quality"], row["offline_low"], row["offline_high"]),
+                _bounds(row["offline_rejection"], row["offline_rejection_high"]),
+                _number(row["offline_deferral"], ".3f"),
+            ]
+        cells += [
+            _spread(row["quality"], row["quality_low"], row["quality_high"]),
+            _number(row["rejection"], ".3f"),
+            _number(row["deferral"], ".3f"),
+            _number(row["calls_per_token"], ".2f"),
+            _number(row["tokens_per_second"], ".1f"),
+            _spread(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"], ".2f"),
+            row["same_as"] or "",
+        ]
+        rows.append(cells)
+    return _table(head, rows)
+
+
+def _explain_frontiers(record: Mapping[str, Any]) -> list[str]:
+    run = record["offline_run"]
+    return [
+        f"Every rule over its whole range, α chosen on {run['chosen_on']}, measured on {run['reported_on']}. A "
+        "frontier is the loss that can be had while rejecting at most so many of the drafted tokens (mixing two "
+        "settings at random is allowed); *mean loss* is its mean over all budgets up to lossless decoding's, "
+        "*distance* the same above the clairvoyant choice between q and p, OPT being 100: lower is better. Token "
+        "rules are not bound by the clairvoyant. Their rejection is the lower end of what the logged top-k allows: the "
+        "benefit of the doubt is theirs. The last columns say how a router does against the rule, in mean loss, "
+        "paired over prompts."
+    ]
+
+
+def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str) -> list[str]:
+    found = record["losses"][loss]
+    table = frontiers[frontiers["loss"] == loss].copy()
+    table["height"] = [area["value"] for area in table["area"]]
+    routers = list(dict.fromkeys(row["router"] for row in found["comparisons"]))
+    budgets = [f"loss at {share:.0%}" for share in found["budgets"]]
+    head = ["method", "kind", "distance", "mean loss", *budgets, *(f"{router} …" for router in routers)]
+    rows = []
+    for _, row in table.sort_values("height").iterrows():
+        distance = row["distance"]
+        rows.append(
+            [
+                _bold(row["label"], row["kind"]),
+                row["kind"],
+                "–" if distance is None else _spread(distance["value"], distance["low"], distance["high"], ".0f"),
+                _spread(row["area"]["value"], row["area"]["low"], row["area"]["high"], ".4f"),
+                *(f"{one['value']:.4f}" for one in row["at_budgets"]),
+                *(row["against"].get(router, "") for router in routers),
+            ]
+        )
+    ends = found["rejection_of_lossless"], found["drafter_loss"], found["verifier_loss"]
+    facts = (
+        f"Lossless decoding rejects {ends[0]['value']:.3f} of the drafted tokens; loss of the drafter "
+        f"{ends[1]['value']:.4f}, of the verifier {ends[2]['value']:.4f}; {found['positions']:,} positions of "
+        f"{found['prompts']} prompts."
+    )
+    return [facts, "", *_table(head, rows)]
+
+
+def _say_calibration(record: Mapping[str, Any]) -> list[str]:
+    errors = record["offline_run"]["calibration"]
+    said = [f"The argmaxes differ at {errors['share_differing']:.1%} of the positions."]
+    for name, error in errors.items():
+        if isinstance(error, Mapping):
+            what = "gap" if name not in ("drafter", "verifier") else "confidence"
+            said.append(f"Calibration error of the {name}'s {what}: {_number(error['all'], '.3f')} overall, "
+                        f"{_number(error['differ'], '.3f')} where they differ.")  # fmt: skip
+    return [" ".join(said)]
+
+
+def _say_provenance(record: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for title, made in (("Live run", record["live_run"]), ("Offline", record["offline_run"])):
+        if made:
+            commit = f", commit {made['commit']}" if made.get("commit") else ""
+            lines.append(f"* {title}: `{made['command']}`, speccascade {made['version']}{commit}")
+    data = record["data"]
+    lines.append(f"* Data: {data['source']}{f' ({data_licence})' if (data_licence := data['licence']) else ''}")
+    for name, licence in record["models"]["licences"].items():
+        lines.append(f"* Model: {name} ({licence})")
+    if record["live_run"].get("verifier_parameters"):
+        run = record["live_run"]
+        lines.append(
+            f"* Parameters: drafter {run['drafter_parameters'] / 1e6:.0f}M, "
+            f"verifier {run['verifier_parameters'] / 1e6:.0f}M; {run['threads']} threads"
+        )
+    return lines
+
+
+def _show(name: str, figures: Mapping[str, str]) -> list[str]:
+    return [f"![{_FIGURE_TITLES.get(name, name)}]({figures[name]})"] if name in figures else []
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+
+
+def _name(row: pd.Series) -> str:
+    return str(row["label"]) if math.isnan(row["alpha"]) else f"{row['label']} at α = {row['alpha']:.3g}"
+
+
+def _bold(label: str, kind: str) -> str:
+    return f"**{label}**" if kind == "router" else label
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None or math.isnan(value) else format(value, form)
+
+
+def _spread(value: float, low: float, high: float, form: str = ".3f") -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _bounds(low: float, high: float) -> str:
+    if math.isnan(low):
+        return "–"
+    return f"{low:.3f}" if high - low < 5e-4 else f"{low:.3f}–{high:.3f}"
+
+
+def render_live_table(live: pd.DataFrame, quality_name: str) -> Table:
+    """Lay out the live run for a terminal."""
+    from rich.table import Table
+
+    table = Table(title="Live run, with what the traces say offline", title_justify="left", pad_edge=False)
+    for column in ("method", "α", "budget"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for column in (
+        "offline\nquality",
+        "offline\nrejection",
+        f"live\n{quality_name}",
+        "live\nrejection",
+        "calls/\ntoken",
+        "tok/s",
+        "× verifier",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for _, row in live.iterrows():
+        half = (row["quality_high"] - row["quality_low"]) / 2
+        table.add_row(
+            row["label"],
+            _number(row["alpha"], ".3g"),
+            row.get("budgets") or "–",
+            _number(row.get("offline_quality"), ".3f"),
+            _number(row.get("offline_rejection"), ".3f"),
+            f"{row['quality']:.3f} ±{half:.3f}",
+            _number(row["rejection"], ".3f"),
+            _number(row["calls_per_token"], ".2f"),
+            _number(row["tokens_per_second"], ".1f"),
+            _number(row["speed_ratio"], ".2f"),
+            style="bold" if row["kind"] == "router" else None,
+        )
+    return table

@@ -1,0 +1,142 @@
+"""Which settings a live run compares: every method at the αs that spend the same offline budgets.
+
+α is found on the validation split of the traces, at shares of lossless decoding's rejection, so that no method is
+compared at a luckier setting than another. Knows no model and runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ..cascade.blocks import TargetRule
+from ..router import rules
+from ..router.checks import check_choice
+from .grid import alpha_for_rejection
+from .methods import Method, plug_in_methods
+from .metrics import bootstrap_weights, interval, resampled_means, sum_by_prompt
+from .replay import Replay
+
+__all__ = ["SINGLE_MODELS", "Setting", "plan_settings", "replay_settings"]
+
+SINGLE_MODELS: dict[str, str] = {"verifier": "Verifier alone", "drafter": "Drafter alone"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One method at one α, as it runs live.
+
+    ``rule`` is None for a model that decodes alone. ``budgets`` are the shares of lossless decoding's rejection that
+    led to this α; several can lead to the same one. ``key`` names the setting in a run folder.
+    """
+
+    method: str
+    label: str
+    kind: str
+    alpha: float | None
+    budgets: tuple[float, ...]
+    key: str
+    rule: TargetRule | None
+
+
+def plan_settings(
+    methods: Sequence[str],
+    routers: Mapping[str, Method],
+    alphas: Mapping[str, Sequence[float]],
+    budgets: Sequence[float],
+    validation: Replay | None,
+    greedy: bool,
+    router_digests: Mapping[str, str],
+) -> list[Setting]:
+    """List the settings in the order in which they run and are shown.
+
+    Args:
+        methods: names of rules, ``verifier``, ``drafter``, and ``router`` for all of ``routers``.
+        routers: trained routers by name.
+        alphas: settings given by hand, by method; they take the place of the budgets.
+        budgets: shares of lossless decoding's rejection.
+        validation: where α is chosen; None if every α is given.
+        greedy: whether the run is at temperature 0.
+        router_digests: what tells two bundles of one name apart.
+
+    Raises:
+        ValueError: an unknown method, or no traces where an α must be chosen.
+    """
+    settings: list[Setting] = []
+    for name in _expand(methods, routers):
+        if name in SINGLE_MODELS:
+            settings.append(Setting(name, SINGLE_MODELS[name], "single", None, (), name, None))
+            continue
+        method = routers[name] if name in routers else plug_in_methods([name])[0]
+        mark = f"#{router_digests[name]}" if name in routers else ""
+        loss = "greedy" if greedy else "sampled"
+        for alpha, shares in _choose_alphas(method, alphas.get(name, ()), budgets, validation, loss).items():
+            fixed = math.isnan(alpha)
+            key = name if fixed else f"{name}@{alpha:.6g}{mark}"
+            # Live, a router picks the gap by the distributions it meets, as users run it: hence the "greedy" build.
+            rule = method.build(alpha, "greedy")
+            settings.append(Setting(name, method.label, method.kind, None if fixed else alpha, shares, key, rule))
+    return settings
+
+
+def _expand(methods: Sequence[str], routers: Mapping[str, Method]) -> list[str]:
+    expanded: list[str] = []
+    for name in methods:
+        if name != "router":
+            check_choice("methods", name, [*SINGLE_MODELS, *rules.RULES, "router", *routers])
+        expanded += list(routers) if name == "router" else [name]
+    return list(dict.fromkeys(expanded))
+
+
+def _choose_alphas(
+    method: Method, given: Sequence[float], budgets: Sequence[float], validation: Replay | None, loss: str
+) -> dict[float, tuple[float, ...]]:
+    """Map each α to the budgets that led to it; a rule without a dial has the one setting NaN."""
+    if method.kind == "fixed":
+        return {float("nan"): ()}
+    if given:
+        return {float(alpha): () for alpha in given}
+    if validation is None:
+        raise ValueError(
+            f"alphas: expected settings for {method.name!r}, or traces from which to choose them by budget, got neither"
+        )
+    lossless = float(validation.stats(loss).tv.mean())
+    chosen: dict[float, tuple[float, ...]] = {}
+    for share in budgets:
+        alpha = float(f"{alpha_for_rejection(method, validation, share * lossless, loss):.6g}")
+        chosen[alpha] = (*chosen.get(alpha, ()), share)
+    return chosen
+
+
+def replay_settings(
+    settings: Sequence[Setting], test: Replay, loss: str, resamples: int = 1000, seed: int = 0
+) -> pd.DataFrame:
+    """What the traces say about each setting on the test split: quality with its interval, rejection, deferral."""
+    lossless = rules.get("specdecode")
+    counts = sum_by_prompt([1.0] * len(test), test.prompt_index, test.num_prompts)[:, 0]
+    weights = bootstrap_weights(test.num_prompts, resamples, seed)
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
+        if setting.rule is None and setting.method == "drafter":
+            sums = test.sum_outcome(test.choice(test.stats(loss).tv < 0, loss))
+        else:
+            sums = test.sums(lossless if setting.rule is None else setting.rule, loss)
+        loss_mean, rejection, rejection_high, deferral = sums.sum(axis=0) / counts.sum()
+        spread = interval(loss_mean, resampled_means(sums[:, :1], counts, weights)[:, 0])
+        alone = setting.rule is None
+        rows.append(
+            {
+                "key": setting.key,
+                "offline_quality": 1 - spread.value,
+                "offline_low": 1 - spread.high,
+                "offline_high": 1 - spread.low,
+                "offline_rejection": math.nan if alone else rejection,
+                "offline_rejection_high": math.nan if alone else rejection_high,
+                "offline_deferral": math.nan if alone else deferral,
+            }
+        )
+    return pd.DataFrame(rows)

@@ -1,0 +1,220 @@
+"""Tables in, figures out. No measuring here: what is drawn was computed before, by `frontier` and `summary`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+from .style import BOUND, INK, QUIET, Look, figure_style, label_lines, look_of, save_figure
+
+__all__ = ["plot_distances", "plot_frontier", "plot_live", "plot_reliability"]
+
+_TITLES = {
+    "zero_one": "The more likely token is right: quality for a budget of rejections",
+    "sampled": "A sampled token is right: quality for a budget of rejections",
+    "greedy": "Temperature 0: quality for a budget of rejections",
+}
+_SHORT = {"zero_one": "0-1 loss", "sampled": "sampled-token loss", "greedy": "0-1 loss at T = 0"}
+
+
+def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directory: Path) -> list[Path]:
+    """Draw every method's frontier under one loss, the router's interval as a band, and the two end points."""
+    curves, points = curves[curves["loss"] == loss], points[points["loss"] == loss]
+    routers = list(curves.loc[curves["kind"] == "router", "method"].unique())
+    with figure_style():
+        figure, axes = plt.subplots(figsize=(8.2, 5.4))
+        labels: list[tuple[float, str, Look]] = []
+        quiet: list[str] = []
+        for method, curve in curves.groupby("method", sort=False):
+            look = look_of(str(method), str(curve["kind"].iat[0]), routers)
+            axes.plot(curve["rejection"], curve["quality"], **look.line)
+            if curve["kind"].iat[0] == "router":
+                axes.fill_between(
+                    curve["rejection"], curve["quality_low"], curve["quality_high"], color=look.color, alpha=0.13, lw=0
+                )
+            if look.color != QUIET and method != "clairvoyant":
+                labels.append((curve["quality"].to_numpy()[-1], str(curve["label"].iat[0]), look))
+            elif look.color == QUIET:
+                quiet.append(str(curve["label"].iat[0]))
+        _draw_ends(axes, points)
+        _focus(axes, curves)
+        _mark_bound(axes, curves)
+        label_lines(axes, labels, x=curves["rejection"].max())
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("drafted tokens rejected, at most")
+        axes.set_ylabel("tokens right")
+        axes.set_title(_TITLES.get(loss, loss))
+        notes = [f"grey: {', '.join(quiet)}"] if quiet else []
+        notes += ["dashed: token rules"] if (curves["kind"] == "token").any() else []
+        notes += ["band: 95% of resampled prompts"] if (curves["kind"] == "router").any() else []
+        figure.text(0.125, -0.005, "; ".join(notes), color=BOUND, fontsize=8.5, va="top")
+        return save_figure(figure, directory, f"frontier_{loss}")
+
+
+def _draw_ends(axes: Axes, points: pd.DataFrame) -> None:
+    """The drafter at no rejection and lossless decoding at its own, with their intervals."""
+    for _, end in points[points["kind"] == "end"].iterrows():
+        look = look_of(end["method"], "end")
+        spread = [[end["quality"] - end["quality_low"]], [end["quality_high"] - end["quality"]]]
+        axes.errorbar(
+            end["rejection"], end["quality"], yerr=spread, color=INK, fmt=look.marker, ms=9, capsize=0, lw=1.1,
+            zorder=7, clip_on=False,
+        )  # fmt: skip
+        inward = end["method"] == "drafter"
+        axes.annotate(
+            end["label"], (end["rejection"], end["quality"]), xytext=(10 if inward else -10, -5),
+            textcoords="offset points", ha="left" if inward else "right", va="top", color=INK, fontsize=9, zorder=7,
+        )  # fmt: skip
+
+
+def _focus(axes: Axes, curves: pd.DataFrame) -> None:
+    """Fit the axes to the methods; the clairvoyant may leave at the top."""
+    shown = curves[curves["kind"] != "bound"]
+    low, high = shown["quality"].min(), shown["quality"].max()
+    routers = shown[shown["kind"] == "router"]
+    if len(routers):
+        low, high = min(low, routers["quality_low"].min()), max(high, routers["quality_high"].max())
+    margin = 0.08 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlim(0, curves["rejection"].max())
+
+
+def _mark_bound(axes: Axes, curves: pd.DataFrame) -> None:
+    """Say where the clairvoyant goes once it has left the frame."""
+    bound = curves[curves["kind"] == "bound"]
+    top = axes.get_ylim()[1]
+    if bound.empty:
+        return
+    leaving = bound[bound["quality"] > top]
+    best = bound["quality"].max()
+    at = leaving.iloc[0] if len(leaving) else bound.iloc[-1]
+    text = f"clairvoyant choice of q or p\n(up to {best:.1%})" if len(leaving) else "clairvoyant choice of q or p"
+    axes.annotate(
+        text, (at["rejection"], min(at["quality"], top)), xytext=(8, -6) if len(leaving) else (-6, 5),
+        textcoords="offset points", ha="left" if len(leaving) else "right", va="top" if len(leaving) else "bottom",
+        color=BOUND, fontsize=8.5,
+    )  # fmt: skip
+
+
+def plot_distances(distances: pd.DataFrame, directory: Path) -> list[Path]:
+    """Draw each frontier's distance from the clairvoyant's, OPT being 100, one panel a loss.
+
+    Args:
+        distances: columns ``loss, method, label, kind, value, low, high``.
+        directory: where the files go.
+    """
+    losses = list(distances["loss"].unique())
+    routers = list(distances.loc[distances["kind"] == "router", "method"].unique())
+    rows = int(distances.groupby("loss").size().max())
+    with figure_style():
+        figure, panels = plt.subplots(1, len(losses), figsize=(4.1 * len(losses), 0.32 * rows + 1.5), squeeze=False)
+        for axes, loss in zip(panels[0], losses, strict=True):
+            table = distances[distances["loss"] == loss].sort_values("value", ascending=False)
+            for height, (_, row) in enumerate(table.iterrows()):
+                look = look_of(row["method"], row["kind"], routers)
+                axes.plot([row["low"], row["high"]], [height, height], color=look.color, lw=2.2, alpha=0.55)
+                axes.plot(row["value"], height, look.marker, color=look.color, ms=7 if look.order == 6 else 5.5)
+            axes.axvline(100, color=BOUND, lw=0.9, dashes=(2, 2))
+            axes.set_yticks(range(len(table)), table["label"])
+            for text, kind in zip(axes.get_yticklabels(), table["kind"], strict=True):
+                text.set(color=INK, fontweight="bold" if kind == "router" else "normal")
+            axes.grid(axis="y", visible=False)
+            axes.set_title(_SHORT.get(loss, loss))
+            axes.set_xlabel("distance from the clairvoyant, OPT = 100")
+        figure.text(0.0, -0.02, "Left is better. Squares: token rules, which the clairvoyant does not bound. "
+                    "Bars: 95% of resampled prompts.", color=BOUND, fontsize=9)  # fmt: skip
+        figure.tight_layout(w_pad=2.0)
+        return save_figure(figure, directory, "distances")
+
+
+def plot_reliability(bins: pd.DataFrame, errors: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Draw stated against observed: both models everywhere and where they differ, and the routers' gaps.
+
+    Args:
+        bins: columns ``source, where, confidence, accuracy, weight``.
+        errors: calibration error by source and ``all`` or ``differ``.
+        directory: where the files go.
+    """
+    routers = [name for name in bins["source"].unique() if name not in ("drafter", "verifier")]
+    panels = 3 if routers else 2
+    with figure_style():
+        figure, axes = plt.subplots(1, panels, figsize=(4.3 * panels, 4.3), squeeze=False)
+        for panel, where, title in zip(
+            axes[0], ("all", "differ"), ("All positions", "Where they differ"), strict=False
+        ):
+            for source, color, marker in (("drafter", "#E69F00", "v"), ("verifier", "#0072B2", "D")):
+                label = f"{source}, ECE {errors[source][where]:.3f}"
+                _draw_bins(panel, bins, source, where, color, marker, label)
+            panel.plot([0, 1], [0, 1], color=BOUND, lw=0.9, dashes=(2, 2), zorder=1)
+            panel.set(xlabel="largest probability", ylabel="how often it is right", xlim=(0, 1), ylim=(0, 1))
+            panel.set_title(title)
+            panel.legend(loc="upper left", fontsize=8.5)
+        if routers:
+            _draw_gaps(axes[0][2], bins, errors, routers)
+        figure.tight_layout(w_pad=2.0)
+        return save_figure(figure, directory, "reliability")
+
+
+def _draw_gaps(panel: Axes, bins: pd.DataFrame, errors: Mapping[str, Any], routers: Sequence[str]) -> None:
+    for router in routers:
+        look = look_of(router, "router", routers)
+        label = f"{router}, ECE {errors[router]['differ']:.3f}"
+        _draw_bins(panel, bins, router, "differ", look.color, "o", label)
+    shown = bins[bins["source"].isin(routers) & (bins["where"] == "differ")]
+    ends = shown[["confidence", "accuracy"]].abs().to_numpy().max(initial=0.1) * 1.08
+    panel.plot([-ends, ends], [-ends, ends], color=BOUND, lw=0.9, dashes=(2, 2), zorder=1)
+    panel.axhline(0, color="#dadce0", lw=0.9, zorder=0)
+    panel.axvline(0, color="#dadce0", lw=0.9, zorder=0)
+    panel.set(xlabel="predicted gap", ylabel="verifier right − drafter right", xlim=(-ends, ends), ylim=(-ends, ends))
+    panel.set_title("Router, where they differ")
+    panel.legend(loc="upper left", fontsize=8.5)
+
+
+def _draw_bins(panel: Axes, bins: pd.DataFrame, source: str, where: str, color: str, marker: str, label: str) -> None:
+    table = bins[(bins["source"] == source) & (bins["where"] == where)]
+    panel.plot(
+        table["confidence"], table["accuracy"], color=color, lw=1.6, marker=marker, ms=4.5, label=label, zorder=3
+    )
+
+
+def plot_live(summary: pd.DataFrame, quality_name: str, directory: Path) -> list[Path]:
+    """Draw live quality against verifier calls per token, one point a setting.
+
+    Args:
+        summary: columns ``method, label, kind, alpha, calls_per_token, quality, quality_low, quality_high``.
+        quality_name: what the quality is.
+        directory: where the files go.
+    """
+    routers = list(summary.loc[summary["kind"] == "router", "method"].unique())
+    with figure_style():
+        figure, axes = plt.subplots(figsize=(8.2, 5.0))
+        for method, table in summary.groupby("method", sort=False):
+            look = look_of(str(method), str(table["kind"].iat[0]), routers)
+            table = table.sort_values("calls_per_token")
+            spread = [table["quality"] - table["quality_low"], table["quality_high"] - table["quality"]]
+            axes.errorbar(
+                table["calls_per_token"],
+                table["quality"],
+                yerr=spread,
+                fmt="none",
+                ecolor=look.color,
+                alpha=0.22,
+                lw=1.4,
+            )
+            axes.plot(
+                table["calls_per_token"], table["quality"], look.marker, color=look.color,
+                ms=8 if look.order > 2 else 6, ls="-" if len(table) > 1 else "none", lw=1.0,
+                label=table["label"].iat[0], zorder=look.order,
+            )  # fmt: skip
+        axes.set_xlabel("verifier calls per token")
+        axes.set_ylabel(f"quality ({quality_name})")
+        axes.set_title("Live run")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
+        return save_figure(figure, directory, "live")
