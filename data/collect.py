@@ -1,0 +1,289 @@
+"""Collect traces: run a pair over references and log every position, so that a killed run loses one shard at most.
+
+The order of work is the data set's, cut into shards of whole prompts; within a shard, batches follow from lengths.
+So the bytes of a shard depend on the plan and on nothing else, and a run that was killed and started again ends with
+the same files as an unbroken one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock, Timeout
+
+from .. import __version__
+from ..cascade.distributions import Sampling
+from .pairs import Pair, PairConfig, file_digest, load_pair
+from .progress import Progress, announce
+from .prompts import Example, PromptConfig, encode_example, load_examples, split_of
+from .scoring import EncodedExample, ScoredRows, make_batches, score_batch
+from .shards import SCHEMA_VERSION, check_shard, ragged, read_rows, shard_name, write_shard
+from .suggest import unknown_name
+from .summary import describe
+from .traces import MANIFEST, PLAN, Manifest, Shard, TracePlan, Traces, read_plan
+
+__all__ = ["CollectConfig", "collect"]
+
+BYTES_PER_ROW = 330
+"""What a position takes on disk at the default top_k, measured on the embedded pair."""
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """What to run over what, and where the traces go.
+
+    Args:
+        pair: the two models. Scoring whole sequences, dtype 'auto' is bfloat16 on processors with fast bfloat16
+            (and the pair's own 'auto' elsewhere): twice as fast there, while single tokens decode faster in float32.
+        prompts: prompts with references.
+        out: folder of the traces; a run that was broken off there is continued.
+        splits: which splits of the prompts to collect.
+        temperature: the temperature that q and p are processed with (raw confidences are always at 1).
+        top_k: how many of each model's most probable tokens are logged with a position.
+        max_tokens: score at most so many tokens of each reference.
+        skip_long: leave out prompts that do not fit into the models' context, instead of refusing them.
+        batch_tokens: tokens a batch, padding included; bounds the memory.
+        shard_prompts: prompts a shard: what a killed run may lose.
+    """
+
+    pair: PairConfig = field(default_factory=PairConfig)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    out: str = "runs/demo/traces"
+    splits: tuple[str, ...] = ("train", "validation", "test")
+    temperature: float = 1.0
+    top_k: int = 16
+    max_tokens: int | None = None
+    skip_long: bool = False
+    batch_tokens: int = 2048
+    shard_prompts: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "batch_tokens", "shard_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, or none for all, got {self.max_tokens}")
+        for split in self.splits:
+            if split not in self.prompts.splits:
+                raise ValueError(unknown_name("splits", split, self.prompts.splits))
+        Sampling(temperature=self.temperature)
+
+
+def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest:
+    """Score the references with both models and write traces to `config.out`; finished shards are kept.
+
+    Args:
+        config: what to collect.
+        pair: models already loaded; by default they are loaded from `config.pair`.
+
+    Raises:
+        ValueError: the folder was begun under another plan (the key is named), a shard is damaged or foreign, a prompt
+            does not fit, a reference is empty, or logits are not finite.
+        OSError: the folder cannot be written to, or another run is writing to it.
+    """
+    out = Path(config.out)
+    with _sole_writer(out):
+        prompts = load_examples(config.prompts)  # first, since a misspelt column is found faster than a model is loaded
+        pair = pair or load_pair(config.pair, scoring=True)
+        examples = _encode_all(config, pair, prompts)
+        plan = _make_plan(config, pair, examples)
+        _adopt_plan(out, plan)
+        if (out / MANIFEST).is_file():
+            traces = Traces.open(out)
+            announce(f"Traces in {out} are complete: {traces.manifest.rows:,} positions")
+            return traces.manifest
+        _run_shards(config, pair, examples, plan, out)
+        manifest = _write_manifest(out, plan)
+    announce(describe(Traces.open(out, check=False)))
+    return manifest
+
+
+@contextmanager
+def _sole_writer(out: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system lets go of when a process dies, however it dies."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".lock", timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise OSError(f"out: another run is writing to {out}") from error
+    except OSError as error:
+        raise OSError(f"out: cannot write to {out}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _encode_all(config: CollectConfig, pair: Pair, examples: Sequence[Example]) -> list[EncodedExample]:
+    """Tokenise everything first: what cannot be collected is known before an hour of work, not after."""
+    encoded, skipped = [], 0
+    context = min(_context(pair.drafter), _context(pair.verifier))
+    for example in examples:
+        split = split_of(example.prompt_id, config.prompts.splits)
+        if split not in config.splits:
+            continue
+        prompt_ids, reference_ids = encode_example(example, pair.tokenizer, config.prompts)
+        item = EncodedExample(example.prompt_id, split, prompt_ids, reference_ids[: config.max_tokens])
+        if len(item) > context:
+            if not config.skip_long:
+                raise ValueError(
+                    f"prompt {item.prompt_id}: {len(item):,} tokens with its reference, the models' context is "
+                    f"{context:,}; set skip_long to leave such prompts out, or max_tokens to score less of them"
+                )
+            skipped += 1
+            continue
+        if max(*prompt_ids, *reference_ids) >= pair.vocab_size:
+            raise ValueError(
+                f"prompt {item.prompt_id}: a token id is beyond the {pair.vocab_size:,} that both models know"
+            )
+        encoded.append(item)
+    if skipped:
+        announce(f"Left out {skipped:,} prompts that do not fit into the context of {context:,} tokens")
+    if not encoded:
+        raise ValueError(
+            f"splits: expected prompts in {', '.join(config.splits)}, got none from {config.prompts.source}"
+        )
+    return encoded
+
+
+def _context(model: Any) -> int:
+    return int(getattr(model.config, "max_position_embeddings", None) or 1 << 60)
+
+
+def _make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExample]) -> TracePlan:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(
+            json.dumps([example.prompt_id, example.split, example.prompt_ids, example.reference_ids]).encode()
+        )
+    prompts = {key: value for key, value in asdict(config.prompts).items() if key != "splits"}
+    return TracePlan(
+        schema_version=SCHEMA_VERSION,
+        code_version=__version__,
+        source="teacher_forced",
+        **asdict(pair.identity),
+        vocab_size=pair.vocab_size,
+        dtype=str(pair.verifier.dtype).removeprefix("torch."),
+        device=pair.verifier.device.type,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        splits=dict(config.prompts.splits),
+        collected=list(config.splits),
+        prompts=prompts,
+        max_tokens=config.max_tokens,
+        batch_tokens=config.batch_tokens,
+        shard_prompts=config.shard_prompts,
+        examples=len(examples),
+        examples_digest=digest.hexdigest(),
+    )
+
+
+def _adopt_plan(out: Path, plan: TracePlan) -> None:
+    """Begin the folder with this plan, or make sure that it was begun with the same one."""
+    earlier = read_plan(out)
+    if earlier is None:
+        foreign = sorted(path.name for path in out.glob("*.parquet"))
+        if foreign:
+            raise ValueError(
+                f"out: {out / foreign[0]} is foreign: {out} holds Parquet files but no plan; use another folder"
+            )
+        _write_text(out / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
+        return
+    old, new = _flat(asdict(earlier)), _flat(asdict(plan))
+    for key in [*new, *old]:
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"out: {out} was begun with {key} = {old.get(key)!r}, this run has {new.get(key)!r}; "
+                "use the same settings or another folder"
+            )
+    if earlier.digest != plan.digest:
+        raise ValueError(
+            f"out: {out} was begun with its splits in another order; use the same settings or another folder"
+        )
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _run_shards(
+    config: CollectConfig, pair: Pair, examples: Sequence[EncodedExample], plan: TracePlan, out: Path
+) -> None:
+    pieces = [examples[i : i + config.shard_prompts] for i in range(0, len(examples), config.shard_prompts)]
+    positions = sum(len(example.reference_ids) for example in examples)
+    megabytes = positions * BYTES_PER_ROW * max(config.top_k, 4) / 16 / 1e6
+    announce(
+        f"Collecting {positions:,} positions of {len(examples):,} prompts in {len(pieces)} shards, "
+        f"about {max(megabytes, 0.1):,.1f} MB, into {out}"
+    )
+    sampling = Sampling(temperature=config.temperature)
+    with Progress("Collecting", positions) as progress:
+        for index, piece in enumerate(pieces):
+            path = out / shard_name(index)
+            if path.is_file():
+                check_shard(path, index, plan.digest)
+                progress.skip(sum(len(example.reference_ids) for example in piece))
+                continue
+            scored: list[ScoredRows | None] = [None] * len(piece)
+            for batch in make_batches([len(example) for example in piece], config.batch_tokens):
+                results = score_batch(pair, [piece[i] for i in batch], sampling, config.top_k)
+                for i, rows in zip(batch, results, strict=True):
+                    scored[i] = rows
+                progress.advance(sum(len(rows) for rows in results))
+            write_shard(path, _columns(piece, [rows for rows in scored if rows is not None]), index, plan.digest)
+
+
+def _columns(piece: Sequence[EncodedExample], scored: Sequence[ScoredRows]) -> dict[str, Any]:
+    """All columns of one shard, prompts in the order of the data set."""
+    rows = ScoredRows.join(scored)
+    counts = [len(part) for part in scored]
+    positions = [len(example.prompt_ids) + np.arange(n) for example, n in zip(piece, counts, strict=True)]
+    return {
+        "prompt_id": np.repeat([example.prompt_id for example in piece], counts).tolist(),
+        "split": np.repeat([example.split for example in piece], counts).tolist(),
+        "position": np.concatenate(positions),
+        "draft_index": np.full(len(rows), -1),
+        "token": rows.token,
+        "label": rows.label,
+        "label_kind": ["gold"] * len(rows),
+        "source": ["teacher_forced"] * len(rows),
+        **rows.floats,
+        "topk_ids": ragged(rows.topk_ids, rows.topk_kept, pa.int32()),
+        "topk_q": ragged(rows.topk_q, rows.topk_kept, pa.float32()),
+        "topk_p": ragged(rows.topk_p, rows.topk_kept, pa.float32()),
+    }
+
+
+def _write_manifest(out: Path, plan: TracePlan) -> Manifest:
+    """Vouch for the finished shards; the manifest appears last and whole."""
+    shards, rows_of, prompts_of = [], dict.fromkeys(plan.collected, 0), dict.fromkeys(plan.collected, 0)
+    count = -(-plan.examples // plan.shard_prompts)
+    for path in (out / shard_name(index) for index in range(count)):
+        table = read_rows([path], columns=["prompt_id", "split"])
+        shards.append(Shard(path.name, table.num_rows, file_digest(path)))
+        splits = np.array(table["split"].to_pylist())
+        ids = np.array(table["prompt_id"].to_pylist())
+        for split in plan.collected:
+            rows_of[split] += int((splits == split).sum())
+            prompts_of[split] += len(set(ids[splits == split]))
+    manifest = Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of)
+    _write_text(out / MANIFEST, manifest.to_json())
+    return manifest
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,210 @@
+"""Run a pair over whole sequences and turn what it says at the reference into trace columns.
+
+Each position of a reference is scored once, given the true tokens before it (teacher forcing). Only the logits that
+predict a reference token are ever computed: the head sees the selected hidden states and nothing else. Statistics are
+float32, from `cascade.statistics`, in chunks that fit the processor's cache.
+
+Knows nothing of files. Shapes: ``B`` sequence, ``L`` token, ``N`` scored position, ``V`` token of the vocabulary,
+``K`` slot of the top-k union.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cascade.distributions import Sampling, logits_to_probs
+from ..cascade.statistics import Stats
+from .pairs import Pair
+
+__all__ = ["EncodedExample", "ScoredRows", "make_batches", "reference_logits", "score_batch", "score_positions"]
+
+_CHUNK_ELEMENTS = 3_000_000
+"""Probabilities held at once in each tensor: about 12 MB, since larger chunks run at the speed of memory."""
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """A prompt and its reference as token ids."""
+
+    prompt_id: str
+    split: str
+    prompt_ids: list[int]
+    reference_ids: list[int]
+
+    def __len__(self) -> int:
+        """Number of tokens that a model reads: the last token of the reference is only predicted."""
+        return len(self.prompt_ids) + len(self.reference_ids) - 1
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Columns of consecutive positions: floats ``[N]`` by name, and the top-k union ``[N, 2K]`` with its mask."""
+
+    token: np.ndarray[Any, Any]
+    label: np.ndarray[Any, Any]
+    floats: dict[str, np.ndarray[Any, Any]]
+    topk_ids: np.ndarray[Any, Any]
+    topk_q: np.ndarray[Any, Any]
+    topk_p: np.ndarray[Any, Any]
+    topk_kept: np.ndarray[Any, Any]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, rows: slice) -> ScoredRows:
+        """The same rows of every column."""
+        floats = {name: values[rows] for name, values in self.floats.items()}
+        topk = (self.topk_ids[rows], self.topk_q[rows], self.topk_p[rows], self.topk_kept[rows])
+        return ScoredRows(self.token[rows], self.label[rows], floats, *topk)
+
+    @classmethod
+    def join(cls, parts: Sequence[ScoredRows]) -> ScoredRows:
+        """Put parts one after the other."""
+        floats = {name: np.concatenate([part.floats[name] for part in parts]) for name in parts[0].floats}
+        names = ("topk_ids", "topk_q", "topk_p", "topk_kept")
+        topk = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
+        token, label = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token", "label"))
+        return cls(token, label, floats, *topk)
+
+
+def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Group indices of similar length so that no batch, padded, holds more than `batch_tokens` tokens.
+
+    A sequence longer than `batch_tokens` makes a batch of its own.
+
+    >>> make_batches([3, 9, 4, 3], batch_tokens=9)
+    [[0, 3], [2], [1]]
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def reference_logits(model: Any, input_ids: Tensor, rows: Tensor) -> Tensor:
+    """Logits ``[N, rows of the head]`` at the flat positions `rows` of ``[B, L]`` token ids, in the model's dtype.
+
+    Sequences are padded on the right: a causal model never looks there, so no mask is needed.
+    """
+    head, seen = model.get_output_embeddings(), []
+
+    def keep_rows(module: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = arguments[0]
+        seen.append(True)
+        return (hidden.reshape(-1, hidden.shape[-1])[rows.to(hidden.device)].unsqueeze(0), *arguments[1:])
+
+    hook = None if head is None else head.register_forward_pre_hook(keep_rows)
+    try:
+        logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+    finally:
+        if hook is not None:
+            hook.remove()
+    # A model that reads its head's weight without calling it gives every position.
+    return logits[0] if seen else logits.reshape(-1, logits.shape[-1])[rows.to(logits.device)]
+
+
+def score_batch(pair: Pair, batch: Sequence[EncodedExample], sampling: Sampling, top_k: int) -> list[ScoredRows]:
+    """Score every reference position of a batch; one record an example, in the order given.
+
+    Raises:
+        ValueError: a model's logits are not finite; the message names the model, the prompt and the position.
+    """
+    longest = max(len(example) for example in batch)
+    input_ids = torch.empty(len(batch), longest, dtype=torch.long)
+    rows, labels = [], []
+    for index, example in enumerate(batch):
+        tokens = [*example.prompt_ids, *example.reference_ids[:-1]]
+        input_ids[index] = torch.tensor(tokens + tokens[-1:] * (longest - len(tokens)))
+        first = index * longest + len(example.prompt_ids) - 1
+        rows.append(torch.arange(first, first + len(example.reference_ids)))
+        labels.extend(example.reference_ids)
+    flat_rows = torch.cat(rows)
+    with torch.inference_mode():
+        draft_logits = reference_logits(pair.drafter, input_ids, flat_rows)
+        verifier_logits = reference_logits(pair.verifier, input_ids, flat_rows).to(draft_logits.device)
+        try:
+            scored = score_positions(pair, draft_logits, verifier_logits, torch.tensor(labels), sampling, top_k)
+        except ValueError as error:
+            _name_non_finite(pair, draft_logits, verifier_logits, batch)
+            raise error
+    ends = np.cumsum([len(example.reference_ids) for example in batch])
+    starts = ends - [len(example.reference_ids) for example in batch]
+    return [scored.take(slice(start, end)) for start, end in zip(starts, ends, strict=True)]
+
+
+def score_positions(
+    pair: Pair, draft_logits: Tensor, verifier_logits: Tensor, labels: Tensor, sampling: Sampling, top_k: int
+) -> ScoredRows:
+    """Turn both models' logits ``[N, V]`` at the same positions into trace columns.
+
+    Raises:
+        ValueError: logits are not finite.
+    """
+    labels = labels.to(draft_logits.device)
+    chunk = max(1, _CHUNK_ELEMENTS // pair.vocab_size)
+    parts = []
+    for start in range(0, len(labels), chunk):
+        rows = slice(start, start + chunk)
+        q, p = draft_logits[rows, : pair.vocab_size], verifier_logits[rows, : pair.vocab_size]
+        parts.append(_score_chunk(q, p, labels[rows], sampling, top_k))
+    return ScoredRows.join(parts)
+
+
+def _score_chunk(
+    draft_logits: Tensor, verifier_logits: Tensor, labels: Tensor, sampling: Sampling, top_k: int
+) -> ScoredRows:
+    draft_confidence, verifier_confidence = logits_to_probs(draft_logits), logits_to_probs(verifier_logits)
+    draft_probs = draft_confidence if sampling.is_plain else logits_to_probs(draft_logits, sampling)
+    verifier_probs = verifier_confidence if sampling.is_plain else logits_to_probs(verifier_logits, sampling)
+    stats = Stats(draft_probs, verifier_probs, draft_confidence, verifier_confidence)
+    at_label = labels.unsqueeze(-1)
+    floats = {
+        **stats.columns(),
+        "q_label": draft_probs.gather(-1, at_label).squeeze(-1),
+        "p_label": verifier_probs.gather(-1, at_label).squeeze(-1),
+    }
+    draft_ids, token = _top_ids(draft_confidence, top_k)
+    verifier_ids, _ = _top_ids(verifier_confidence, top_k)
+    union = torch.cat([draft_ids, verifier_ids], dim=-1).sort(dim=-1).values
+    kept = torch.ones_like(union, dtype=torch.bool)
+    kept[:, 1:] = union[:, 1:] != union[:, :-1]
+    arrays = [token, labels, union, draft_probs.gather(-1, union), verifier_probs.gather(-1, union), kept]
+    token_np, label_np, ids, q_top, p_top, kept_np = (array.cpu().numpy() for array in arrays)
+    named = {name: values.cpu().numpy() for name, values in floats.items()}
+    return ScoredRows(token_np, label_np, named, ids, q_top, p_top, kept_np)
+
+
+def _top_ids(confidence: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Ids of the `top_k` most probable tokens ``[N, K]`` and the argmax ``[N]``, which is always among them."""
+    ids = confidence.topk(min(top_k, confidence.shape[-1]), dim=-1).indices
+    argmax = confidence.argmax(dim=-1)
+    # Where more than k tokens are equally probable, topk may leave out the lowest of them, which is the argmax.
+    missed = (ids != argmax.unsqueeze(-1)).all(dim=-1)
+    ids[missed, -1] = argmax[missed]
+    return ids, argmax
+
+
+def _name_non_finite(
+    pair: Pair, draft_logits: Tensor, verifier_logits: Tensor, batch: Sequence[EncodedExample]
+) -> None:
+    """Raise with the model, prompt and position of the first logits that are no numbers."""
+    owners = [(example, offset) for example in batch for offset in range(len(example.reference_ids))]
+    named = (("drafter", pair.identity.drafter, draft_logits), ("verifier", pair.identity.verifier, verifier_logits))
+    for role, name, logits in named:
+        usable = logits[:, : pair.vocab_size].float().amax(dim=-1).isfinite()
+        if not usable.all():
+            example, offset = owners[int((~usable).nonzero()[0])]
+            position = len(example.prompt_ids) + offset
+            raise ValueError(
+                f"{role} {name!r}: logits are not finite in prompt {example.prompt_id} at position {position}; "
+                "try dtype float32"
+            )

@@ -1,0 +1,291 @@
+"""A trace folder: Parquet shards and the manifest that vouches for them, opened only when every shard is as recorded.
+
+`Traces.open(folder).split("train")` gives tensors; the statistics come back as the same `Stats` that the engine uses
+live. Knows nothing of models: who made the rows, and how, is in the manifest.
+
+Shapes: ``N`` position, ``K`` slot of the top-k union (padded: id -1, probability 0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ..cascade.statistics import STAT_FIELDS, Stats
+from .pairs import PairIdentity, file_digest
+from .shards import SCHEMA_VERSION, read_rows
+from .suggest import unknown_name
+
+__all__ = ["SCHEMA_VERSION", "Manifest", "Shard", "TracePlan", "TraceSplit", "Traces"]
+
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class TracePlan:
+    """Everything that decides the bytes of a trace; two runs with one plan may share a folder.
+
+    ``top_k`` is how many tokens of each model are logged; ``examples_digest`` covers the token ids of all examples.
+    """
+
+    schema_version: int
+    code_version: str
+    source: str
+    drafter: str
+    verifier: str
+    drafter_digest: str
+    verifier_digest: str
+    vocabulary_fingerprint: str
+    vocab_size: int
+    dtype: str
+    device: str
+    temperature: float
+    top_k: int
+    splits: dict[str, float]
+    collected: list[str]
+    prompts: dict[str, Any]
+    max_tokens: int | None
+    batch_tokens: int
+    shard_prompts: int
+    examples: int
+    examples_digest: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan; the order of splits counts, since it decides who falls into which."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard as the manifest records it."""
+
+    file: str
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a trace folder holds and how it was made; written last."""
+
+    plan: TracePlan
+    shards: tuple[Shard, ...]
+    rows: int
+    split_rows: dict[str, int]
+    split_prompts: dict[str, int]
+
+    @property
+    def identity(self) -> PairIdentity:
+        """The pair that the trace is about."""
+        return PairIdentity(**{f.name: getattr(self.plan, f.name) for f in fields(PairIdentity)})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the digests of all shards: names the trace as a whole."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """One flat object: the plan's keys, then shards and counts."""
+        counts = {"rows": self.rows, "split_rows": self.split_rows, "split_prompts": self.split_prompts}
+        shards = [asdict(shard) for shard in self.shards]
+        return json.dumps({**asdict(self.plan), **counts, "digest": self.digest, "shards": shards}, indent=2) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read a folder's manifest.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged or of another schema version.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            begun = "; its collection is unfinished: run collect again" if (folder / PLAN).is_file() else ""
+            raise FileNotFoundError(f"traces: no {MANIFEST} in {folder}{begun}")
+        record = _read_object(path)
+        version = record.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"traces: {path} has schema version {version!r}, this release reads {SCHEMA_VERSION}")
+        try:
+            plan = plan_from(record)
+            shards = tuple(Shard(**shard) for shard in record["shards"])
+            manifest = cls(plan, shards, record["rows"], record["split_rows"], record["split_prompts"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"traces: {path} is damaged: {error}") from error
+        if record.get("digest") != manifest.digest or sum(shard.rows for shard in shards) != manifest.rows:
+            raise ValueError(f"traces: {path} is damaged: its shards do not add up to its digest and rows")
+        return manifest
+
+
+@dataclass(frozen=True)
+class TraceSplit:
+    """All positions of one split, in the order of collection.
+
+    Args:
+        prompt_ids: one id a prompt.
+        prompt_index: ``[N]`` long, index into `prompt_ids`: the unit of every bootstrap and split.
+        label: ``[N]`` long, the true next token.
+        token: ``[N]`` long, what the drafter proposes (teacher-forced: argmax of q°).
+        stats: every `Stats` field, ``[N]`` float32.
+        q_label: q(label) ``[N]``, processed as sampled from.
+        p_label: p(label) ``[N]``.
+        topk_ids: ``[N, K]`` long, ascending, padded with -1: the union of both models' most probable tokens.
+        topk_q: q at those ids ``[N, K]``, padded with 0; what is missing to 1 is the tail.
+        topk_p: p at those ids.
+    """
+
+    prompt_ids: tuple[str, ...]
+    prompt_index: Tensor
+    label: Tensor
+    token: Tensor
+    stats: Stats
+    q_label: Tensor
+    p_label: Tensor
+    topk_ids: Tensor
+    topk_q: Tensor
+    topk_p: Tensor
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    @cached_property
+    def draft_argmax(self) -> Tensor:
+        """Argmax of q ``[N]`` long; among equals the lowest id."""
+        return self._argmax(self.topk_q)
+
+    @cached_property
+    def verifier_argmax(self) -> Tensor:
+        """Argmax of p ``[N]`` long; among equals the lowest id."""
+        return self._argmax(self.topk_p)
+
+    @cached_property
+    def correctness(self) -> Tensor:
+        """How good each model is at each position ``[N, 2, 2]`` (loss, model).
+
+        Loss 'zero_one': 1 where the label is the model's argmax. Loss 'sampled': the label's probability. Model: q, p.
+        """
+        right_q, right_p = self.label == self.draft_argmax, self.label == self.verifier_argmax
+        zero_one = torch.stack([right_q.float(), right_p.float()], dim=-1)
+        return torch.stack([zero_one, torch.stack([self.q_label, self.p_label], dim=-1)], dim=1)
+
+    def _argmax(self, probs: Tensor) -> Tensor:
+        # Padding holds 0 and stands last, so it never precedes a real maximum.
+        return self.topk_ids.gather(1, probs.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+class Traces:
+    """An opened trace folder.
+
+    >>> # Traces.open("runs/demo/traces").split("train").stats.tv
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, folder: str | Path, check: bool = True) -> Traces:
+        """Open a folder; with `check`, read every shard and compare its digest.
+
+        Raises:
+            FileNotFoundError: no manifest, or a shard is missing.
+            ValueError: a shard is damaged or foreign, or the schema version is another; the message names it.
+        """
+        folder = Path(folder)
+        manifest = Manifest.read(folder)
+        known = {shard.file for shard in manifest.shards}
+        foreign = sorted(path.name for path in folder.glob("*.parquet") if path.name not in known)
+        if foreign:
+            raise ValueError(f"traces: {folder / foreign[0]} is foreign: not in {MANIFEST}; move it away")
+        for shard in manifest.shards:
+            path = folder / shard.file
+            if not path.is_file():
+                raise FileNotFoundError(f"traces: {path} is missing; run collect again to restore it")
+            if check and file_digest(path) != shard.sha256:
+                raise ValueError(f"traces: {path} is damaged or foreign: its digest is not the one in {MANIFEST}")
+        return cls(folder, manifest)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that hold rows."""
+        return tuple(name for name, rows in self.manifest.split_rows.items() if rows)
+
+    def split(self, name: str) -> TraceSplit:
+        """Load one split as tensors.
+
+        Raises:
+            ValueError: no such split, or an empty one.
+        """
+        if name not in self.splits:
+            raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
+        table = read_rows([self.folder / shard.file for shard in self.manifest.shards], split=name)
+        ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
+        names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
+        width = max(int(pa.compute.max(pa.compute.list_value_length(table["topk_ids"])).as_py()), 1)
+        return TraceSplit(
+            prompt_ids=tuple(names),
+            prompt_index=torch.from_numpy(order.astype(np.int64)),
+            label=_column(table, "label").long(),
+            token=_column(table, "token").long(),
+            stats=Stats.from_columns({name: _column(table, name) for name in STAT_FIELDS}),
+            q_label=_column(table, "q_label"),
+            p_label=_column(table, "p_label"),
+            topk_ids=_padded(table, "topk_ids", width, -1).long(),
+            topk_q=_padded(table, "topk_q", width, 0.0),
+            topk_p=_padded(table, "topk_p", width, 0.0),
+        )
+
+
+def plan_from(record: Mapping[str, Any]) -> TracePlan:
+    """Take a plan out of a JSON object that may hold more; a missing key is a KeyError."""
+    return TracePlan(**{f.name: record[f.name] for f in fields(TracePlan)})
+
+
+def read_plan(folder: Path) -> TracePlan | None:
+    """The plan that a folder was begun with, or None where none was.
+
+    Raises:
+        ValueError: the plan is damaged.
+    """
+    path = folder / PLAN
+    if not path.is_file():
+        return None
+    try:
+        return plan_from(_read_object(path))
+    except KeyError as error:
+        raise ValueError(f"out: {path} is of another version or damaged: no {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"traces: {path} is damaged: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"traces: {path} is damaged: expected an object")
+    return record
+
+
+def _column(table: pa.Table, name: str) -> Tensor:
+    return torch.from_numpy(np.array(table[name].combine_chunks().to_numpy(zero_copy_only=False)))
+
+
+def _padded(table: pa.Table, name: str, width: int, fill: float) -> Tensor:
+    lists = table[name].combine_chunks()
+    lengths = np.diff(lists.offsets.to_numpy())
+    values = lists.flatten().to_numpy(zero_copy_only=False)
+    out = np.full((len(lengths), width), fill, dtype=values.dtype)
+    out[np.arange(width) < lengths[:, None]] = values
+    return torch.from_numpy(out)
