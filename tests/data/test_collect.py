@@ -1,0 +1,330 @@
+"""What a trace must be: right to 1e-5, the same whatever the batches, byte-identical after any kill, never mixed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from speccascade.cascade.distributions import Sampling, logits_to_probs
+from speccascade.cascade.statistics import STAT_FIELDS, Stats
+from speccascade.data import collect as collector
+from speccascade.data import shards
+from speccascade.data.collect import CollectConfig, collect
+from speccascade.data.pairs import load_pair
+from speccascade.data.prompts import encode_example, load_examples, split_of
+from speccascade.data.traces import Traces
+
+
+def digests(folder: str | Path) -> dict[str, str]:
+    files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".parquet", ".json"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def rows_by_prompt(folder: str | Path) -> dict[str, list[dict[str, Any]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(Path(folder).glob("*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            rows.setdefault(row["prompt_id"], []).append(row)
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_rows_equal_statistics_recomputed_from_full_logits(collect_config: CollectConfig, temperature: float) -> None:
+    config = replace(collect_config, temperature=temperature)
+    collect(config)
+    logged = rows_by_prompt(config.out)
+    pair = load_pair(config.pair)
+    for example in load_examples(config.prompts)[:8]:
+        prompt, reference = encode_example(example, pair.tokenizer, config.prompts)
+        sequence = torch.tensor([prompt + reference])
+        with torch.inference_mode():
+            full = [
+                model(sequence).logits[0, len(prompt) - 1 : -1, : pair.vocab_size]
+                for model in (pair.drafter, pair.verifier)
+            ]
+        q, p = (logits_to_probs(logits, Sampling(temperature=temperature)) for logits in full)
+        q_raw, p_raw = (logits_to_probs(logits) for logits in full)
+        expected = Stats(q, p, q_raw, p_raw).columns()
+        rows = logged[example.prompt_id]
+        assert [row["label"] for row in rows] == reference
+        assert [row["position"] for row in rows] == list(range(len(prompt), len(prompt) + len(reference)))
+        assert [row["token"] for row in rows] == q_raw.argmax(-1).tolist()
+        for name in STAT_FIELDS:
+            torch.testing.assert_close(torch.tensor([row[name] for row in rows]), expected[name], atol=1e-5, rtol=1e-5)
+        at = torch.arange(len(reference)), torch.tensor(reference)
+        torch.testing.assert_close(torch.tensor([row["q_label"] for row in rows]), q[at], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor([row["p_label"] for row in rows]), p[at], atol=1e-5, rtol=0)
+        for i, row in enumerate(rows):
+            union = sorted({*q_raw[i].topk(4).indices.tolist(), *p_raw[i].topk(4).indices.tolist()})
+            assert row["topk_ids"] == union
+            torch.testing.assert_close(torch.tensor(row["topk_q"]), q[i, union], atol=1e-5, rtol=0)
+            torch.testing.assert_close(torch.tensor(row["topk_p"]), p[i, union], atol=1e-5, rtol=0)
+
+
+def test_rows_do_not_depend_on_batches_or_shards(collect_config: CollectConfig, tmp_path: Path) -> None:
+    collect(collect_config)
+    other = replace(collect_config, out=str(tmp_path / "other"), batch_tokens=1, shard_prompts=7)
+    collect(other)
+    one, two = rows_by_prompt(collect_config.out), rows_by_prompt(other.out)
+    assert list(one) == list(two)
+    for prompt_id, rows in one.items():
+        for row, twin in zip(rows, two[prompt_id], strict=True):
+            assert {k: v for k, v in row.items() if not isinstance(v, float | list)} == {
+                k: v for k, v in twin.items() if not isinstance(v, float | list)
+            }
+            floats = [name for name, value in row.items() if isinstance(value, float)]
+            assert [row[name] for name in floats] == pytest.approx([twin[name] for name in floats], abs=1e-5, rel=1e-5)
+
+
+def test_a_second_run_changes_nothing(collect_config: CollectConfig) -> None:
+    collect(collect_config)
+    before = digests(collect_config.out)
+    collect(collect_config)
+    assert digests(collect_config.out) == before
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+KILL_POINTS = {
+    "the plan is written": ("_write_text", 1, "after"),
+    "the second batch is scored": ("score_batch", 2, "before"),
+    "the first shard is half written": ("write_shard", 1, "half"),
+    "a first shard is renamed": ("write_shard", 1, "after"),
+    "the next shard is half written": ("write_shard", 1, "half"),
+    "two more shards are renamed": ("write_shard", 2, "after"),
+    "all shards are there": ("_write_manifest", 1, "before"),
+    "the manifest is there": ("_write_text", 1, "after"),
+}
+
+
+def collect_and_die(config: CollectConfig, name: str, count: int, when: str) -> None:
+    """Runs in a process of its own: kills it at the `count`-th call of a function of the collector."""
+    original, calls = getattr(collector, name), itertools.count(1)
+
+    def patched(*arguments: Any, **named: Any) -> Any:
+        if next(calls) != count:
+            return original(*arguments, **named)
+        if when == "before":
+            die()
+        if when == "half":
+            shards.pq.write_table = lambda table, file, **_: (file.write(b"PAR1 half"), file.flush(), die())
+        result = original(*arguments, **named)
+        die()
+        return result
+
+    setattr(collector, name, patched)
+    collect(config)
+
+
+def run_until_killed(target: Any, *arguments: Any, delay: float | None = None) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    if delay is not None:
+        time.sleep(delay)
+        process.kill()
+    process.join()
+    return process.exitcode
+
+
+def test_killed_anywhere_and_resumed_it_ends_byte_identical(collect_config: CollectConfig, tmp_path: Path) -> None:
+    collect(collect_config)
+    unbroken = digests(collect_config.out)
+    broken = replace(collect_config, out=str(tmp_path / "broken"))
+    for point, kill in KILL_POINTS.items():
+        assert run_until_killed(collect_and_die, broken, *kill) == -signal.SIGKILL, f"not killed when {point}"
+    collect(broken)
+    assert digests(broken.out) == unbroken
+
+
+def test_killed_at_random_times_it_ends_byte_identical(collect_config: CollectConfig, tmp_path: Path) -> None:
+    collect(collect_config)
+    unbroken = digests(collect_config.out)
+    broken = replace(collect_config, out=str(tmp_path / "broken"), shard_prompts=4)
+    for delay in (0.05, 0.15, 0.3, 0.1, 0.2):
+        run_until_killed(collect, broken, delay=delay)
+    collect(broken)
+    assert digests(broken.out) == unbroken
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"top_k": 5}, "top_k"), ({"temperature": 0.5}, "temperature"), ({"splits": ("train",)}, "collected")],
+)
+def test_another_plan_in_the_same_folder_is_refused(
+    collect_config: CollectConfig, change: dict[str, Any], key: str
+) -> None:
+    collect(collect_config)
+    before = digests(collect_config.out)
+    with pytest.raises(ValueError, match=f"was begun with {key} = "):
+        collect(replace(collect_config, **change))
+    assert digests(collect_config.out) == before
+
+
+def test_another_prompt_setting_is_refused_by_its_key(collect_config: CollectConfig) -> None:
+    collect(collect_config)
+    with pytest.raises(ValueError, match=r"was begun with prompts\.instruction = '\{prompt\}', this run has 'Q: "):
+        collect(replace(collect_config, prompts=replace(collect_config.prompts, instruction="Q: {prompt}")))
+
+
+def test_another_order_of_splits_is_refused(collect_config: CollectConfig) -> None:
+    collect(collect_config)
+    turned = dict(reversed(collect_config.prompts.splits.items()))
+    with pytest.raises(ValueError, match="was begun with"):
+        collect(replace(collect_config, prompts=replace(collect_config.prompts, splits=turned)))
+
+
+def test_a_damaged_shard_of_an_unfinished_run_is_named(collect_config: CollectConfig) -> None:
+    collect(collect_config)
+    folder = Path(collect_config.out)
+    (folder / "manifest.json").unlink()
+    shard = folder / "part-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"part-00001\.parquet is damaged"):
+        collect(collect_config)
+
+
+def test_a_flipped_bit_in_an_unfinished_run_is_named(collect_config: CollectConfig) -> None:
+    collect(collect_config)
+    folder = Path(collect_config.out)
+    (folder / "manifest.json").unlink()
+    shard = folder / "part-00001.parquet"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"part-00001\.parquet is damaged"):
+        collect(collect_config)
+
+
+def test_a_shard_of_another_plan_is_refused(collect_config: CollectConfig, tmp_path: Path) -> None:
+    other = replace(collect_config, out=str(tmp_path / "other"), top_k=3)
+    collect(other)
+    Path(collect_config.out).mkdir()
+    collect(collect_config)
+    folder = Path(collect_config.out)
+    (folder / "manifest.json").unlink()
+    (folder / "part-00002.parquet").write_bytes((tmp_path / "other" / "part-00002.parquet").read_bytes())
+    with pytest.raises(ValueError, match=r"part-00002\.parquet is foreign"):
+        collect(collect_config)
+
+
+def test_parquet_files_of_others_are_not_mixed_with_ours(collect_config: CollectConfig) -> None:
+    Path(collect_config.out).mkdir()
+    (Path(collect_config.out) / "mine.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"mine\.parquet is foreign"):
+        collect(collect_config)
+
+
+def test_two_writers_on_one_folder_are_refused(collect_config: CollectConfig) -> None:
+    from filelock import FileLock
+
+    Path(collect_config.out).mkdir()
+    with FileLock(Path(collect_config.out) / ".lock"), pytest.raises(OSError, match="another run is writing to"):
+        collect(collect_config)
+
+
+def test_a_folder_that_cannot_be_written_is_named(collect_config: CollectConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"out: cannot write to .*file"):
+        collect(replace(collect_config, out=str(tmp_path / "file" / "traces")))
+
+
+def test_a_full_disk_leaves_finished_shards_and_no_half_one(
+    collect_config: CollectConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect(collect_config)
+    unbroken = digests(collect_config.out)
+    folder = Path(collect_config.out)
+    (folder / "manifest.json").unlink()
+    (folder / "part-00002.parquet").unlink()
+
+    def full(table: Any, file: Any, **_: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("speccascade.data.shards.pq.write_table", full)
+        with pytest.raises(OSError, match="No space left"):
+            collect(collect_config)
+    assert sorted(p.name for p in folder.glob("part-*")) == [f"part-0000{i}.parquet" for i in (0, 1, 3, 4)]
+    collect(collect_config)
+    assert digests(collect_config.out) == unbroken
+
+
+@pytest.mark.parametrize("role", ["drafter", "verifier"])
+def test_non_finite_logits_name_model_prompt_and_position(collect_config: CollectConfig, role: str) -> None:
+    pair = load_pair(collect_config.pair)
+    with torch.no_grad():
+        getattr(pair, role).lm_head.weight[7] = float("nan")
+    with pytest.raises(
+        ValueError, match=rf"{role} '.*': logits are not finite in prompt [0-9a-f]{{16}} at position \d+"
+    ):
+        collect(collect_config, pair)
+
+
+def test_a_prompt_beyond_the_context_is_named_or_left_out(collect_config: CollectConfig) -> None:
+    pair = load_pair(collect_config.pair)
+    lengths = [
+        len(prompt) + len(reference) - 1
+        for prompt, reference in (
+            encode_example(example, pair.tokenizer, collect_config.prompts)
+            for example in load_examples(collect_config.prompts)
+        )
+    ]
+    pair.verifier.config.max_position_embeddings = max(lengths) - 1
+    with pytest.raises(ValueError, match=r"prompt [0-9a-f]{16}: \d+ tokens with its reference, the models' context is"):
+        collect(collect_config, pair)
+    manifest = collect(replace(collect_config, skip_long=True), pair)
+    assert manifest.plan.examples == sum(length < max(lengths) for length in lengths)
+
+
+def test_max_tokens_cuts_references(collect_config: CollectConfig) -> None:
+    collect(replace(collect_config, max_tokens=5))
+    assert {len(rows) for rows in rows_by_prompt(collect_config.out).values()} == {5}
+
+
+def test_splits_are_disjoint_by_prompt_and_as_hashed(collect_config: CollectConfig) -> None:
+    manifest = collect(collect_config)
+    traces = Traces.open(collect_config.out)
+    ids = {name: set(traces.split(name).prompt_ids) for name in traces.splits}
+    assert sum(map(len, ids.values())) == len(set.union(*ids.values())) == 20
+    for name, prompts in ids.items():
+        assert {split_of(prompt_id, collect_config.prompts.splits) for prompt_id in prompts} == {name}
+        assert manifest.split_prompts[name] == len(prompts)
+
+
+def test_only_the_splits_asked_for_are_collected(collect_config: CollectConfig) -> None:
+    collect(replace(collect_config, splits=("test",)))
+    assert Traces.open(collect_config.out).splits == ("test",)
+
+
+def test_an_unknown_split_is_refused_with_the_nearest(collect_config: CollectConfig) -> None:
+    with pytest.raises(ValueError, match="did you mean 'validation'"):
+        replace(collect_config, splits=("valid",))
+
+
+def test_padding_rows_of_the_head_never_count(
+    collect_config: CollectConfig, tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    wide = tiny_llama(seed=1, layers=1, vocab=80)
+    with torch.no_grad():
+        wide.lm_head.weight[64:] = 50 * wide.lm_head.weight[:16]  # padding rows that would win if they were looked at
+    wide.save_pretrained(tmp_path / "wide")
+    tiny_tokenizer.save_pretrained(tmp_path / "wide")
+    config = replace(collect_config, pair=replace(collect_config.pair, drafter=str(tmp_path / "wide")))
+    manifest = collect(config)
+    assert manifest.plan.vocab_size == len(tiny_tokenizer)
+    for rows in rows_by_prompt(config.out).values():
+        assert max(max(row["topk_ids"]) for row in rows) < len(tiny_tokenizer)
