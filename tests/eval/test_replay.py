@@ -9,8 +9,10 @@ from speccascade.cascade.verify import rejection_probability
 from speccascade.eval.replay import Replay
 from speccascade.router import rules
 
-POSITION_RULES = [rules.SpecDecode(), rules.Chow(0.4), rules.ChowLog(0.8), rules.Diff(0.1), rules.DiffLog(0.1), rules.OPT(0.4),
-                  rules.OPTLog(0.3), rules.BiLDStar(1.0), rules.VerifierGap(0.3)]  # fmt: skip
+POSITION_RULES = [
+    rules.SpecDecode(), rules.Chow(0.4), rules.ChowLog(0.8), rules.Diff(0.1), rules.DiffLog(0.1), rules.OPT(0.4),
+    rules.OPTLog(0.3), rules.BiLDStar(1.0), rules.VerifierGap(0.3),
+]  # fmt: skip
 TOKEN_RULES = [rules.TokenV1(0.3), rules.TokenV2(0.2), rules.TokenV3(0.7), rules.Greedyward(0.15), rules.Lossy(0.3),
                rules.Ensemble(0.4)]  # fmt: skip
 

@@ -1,0 +1,162 @@
+"""A live run on tiny random models: the plan, resuming after a kill, the same table, and the report on top of it."""
+
+import json
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from speccascade.data.pairs import Pair, PairIdentity
+from speccascade.data.prompts import PromptConfig
+from speccascade.eval import sweep
+from speccascade.eval.replay import Replay
+from speccascade.eval.report import report
+from speccascade.eval.sweep import EvaluateConfig, run_sweep
+
+TIMINGS = ["seconds"]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama, tiny_tokenizer) -> Pair:
+    identity = PairIdentity("tiny drafter", "tiny verifier", "d" * 8, "v" * 8, "f" * 8)
+    return Pair(tiny_llama(seed=1), tiny_llama(seed=2), tiny_tokenizer, 60, identity)
+
+
+@pytest.fixture
+def config(pair, build_trace, tmp_path, monkeypatch) -> EvaluateConfig:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"what is {n} plus {n}?", "reference": f"it is {2 * n}. #### {2 * n}"} for n in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replays = {name: Replay(build_trace(seed=seed), None) for seed, name in enumerate(("validation", "test"))}
+    monkeypatch.setattr(sweep, "load_pair", lambda _: pair)
+    monkeypatch.setattr(sweep, "open_replays", lambda directory, splits: replays)
+    return EvaluateConfig(
+        prompts=PromptConfig(source=str(prompts), chat=False, splits={"test": 1.0}),
+        out=str(tmp_path / "run"),
+        methods=("verifier", "drafter", "specdecode", "opt", "token_v2"),
+        traces="made up",
+        budgets=(0.25, 0.75),
+        gamma=3,
+        temperature=1.0,
+        max_new_tokens=9,
+        limit=3,
+        scorers=("rouge_l", "final_answer"),
+        warmup_tokens=2,
+    )
+
+
+def results_of(folder) -> pd.DataFrame:
+    return pd.read_parquet(folder / "results.parquet")
+
+
+def test_one_row_a_method_setting_and_prompt(config):
+    results = results_of(run_sweep(config))
+    assert results["method"].tolist()[:7] == ["verifier", "drafter", "specdecode", "opt", "opt", "token_v2", "token_v2"]
+    assert len(results) == 3 * 7 and results["prompt_id"].nunique() == 3
+    cascades = results[~results["method"].isin(["verifier", "drafter"])]
+    assert (cascades["accepted"] + cascades["rejected"] + cascades["bonus"] == cascades["new_tokens"]).all()
+    assert (results["new_tokens"] <= 9).all() and results["quality"].equals(results["rouge_l"])
+    assert (results.loc[results["method"] == "drafter", "verifier_calls"] == 0).all()
+
+
+def test_settings_spend_the_same_offline_budget(config):
+    settings = pd.read_parquet(run_sweep(config) / "settings.parquet").set_index("key")
+    lossless = settings.loc["specdecode", "offline_rejection"]
+    for share in ("25%", "75%"):
+        spent = settings.loc[settings["budgets"] == share, "offline_rejection"] / lossless
+        # Chosen on one made-up trace, measured on another of 30 prompts.
+        assert len(spent) == 2 and spent.between(float(share[:2]) / 100 - 0.1, float(share[:2]) / 100 + 0.1).all()
+    assert settings.loc["verifier", "offline_quality"] == settings.loc["specdecode", "offline_quality"]
+
+
+@pytest.mark.parametrize("finished", [1, 8, 15])
+def test_a_killed_run_goes_on_and_ends_with_the_same_table(config, tmp_path, monkeypatch, finished):
+    whole = results_of(run_sweep(replace(config, out=str(tmp_path / "whole"))))
+    generate, calls = sweep._generate, []
+
+    def killed_after(engine, *arguments):
+        if len(calls) == finished:
+            raise KeyboardInterrupt
+        calls.append(engine)
+        return generate(engine, *arguments)
+
+    monkeypatch.setattr(sweep, "_generate", killed_after)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(config)
+    assert not (tmp_path / "run" / "results.parquet").exists()
+    journal = tmp_path / "run" / "answers.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"key": "opt@0.1", "prom')
+    calls.clear()
+    finished = 10**6
+    resumed = results_of(run_sweep(config))
+    assert len(calls) == len(whole) - len(json_lines(journal, before=calls)), "an answer was generated twice"
+    pd.testing.assert_frame_equal(resumed.drop(columns=TIMINGS), whole.drop(columns=TIMINGS))
+
+
+def json_lines(journal, before) -> list[dict]:
+    """Answers in the journal that were there before the resumed run."""
+    records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+    return records[: len(records) - len(before)]
+
+
+def test_a_finished_run_generates_nothing_more(config, monkeypatch):
+    first = results_of(run_sweep(config))
+    monkeypatch.setattr(sweep, "_generate", lambda *arguments: pytest.fail("generated again"))
+    pd.testing.assert_frame_equal(results_of(run_sweep(config)), first)
+    fewer = results_of(run_sweep(replace(config, methods=("verifier", "opt"), limit=2)))
+    assert len(fewer) == 2 * 3
+
+
+def test_same_seed_same_answers_other_seed_others(config, tmp_path):
+    texts = [
+        results_of(run_sweep(replace(config, seed=seed, out=str(tmp_path / name))))["text"].tolist()
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_greedy_specdecode_is_the_verifier_alone_and_the_report_says_which_settings_coincide(config):
+    folder = run_sweep(replace(config, temperature=0.0, methods=("verifier", "drafter", "specdecode", "lossy", "opt")))
+    texts = results_of(folder).groupby("method")["text"].agg(list)
+    assert texts["specdecode"] == texts["verifier"] == texts["lossy"]
+    page = report(folder).read_text()
+    assert "gave exactly the texts of another one" in page and "At temperature 0 many settings decide alike" in page
+
+
+def test_another_run_in_the_folder_is_refused(config):
+    run_sweep(config)
+    with pytest.raises(ValueError, match="holds a run with gamma=3, this one has 4"):
+        run_sweep(replace(config, gamma=4))
+
+
+def test_alphas_given_by_hand_need_no_traces(config):
+    chosen = replace(config, traces=None, methods=("opt", "specdecode"), alphas={"opt": [0.1, 0.4]})
+    assert results_of(run_sweep(chosen))["alpha"].dropna().unique().tolist() == [0.1, 0.4]
+    with pytest.raises(ValueError, match="alphas: expected settings for 'diff', or traces"):
+        run_sweep(replace(chosen, methods=("diff",)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ("optt",)}, "methods: expected one of .*'optt'; did you mean 'opt'"),
+        ({"scorers": ("bleu",)}, "scorer: expected one of"),
+        ({"split": "tset"}, "split: .*tset"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_runs(config, change, message):
+    with pytest.raises(ValueError, match=message):
+        run_sweep(replace(config, **change))
+
+
+@pytest.mark.parametrize(
+    "change", [{"gamma": 0}, {"limit": 0}, {"repeats": 0}, {"budgets": (1.2,)}, {"scorers": ()}, {"max_new_tokens": 0}]
+)
+def test_a_config_that_cannot_run_is_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        EvaluateConfig(**change)
+
+
+def test_a_reference_is_cut_to_the_length_of_an_answer_if_asked(config):
+    results = results_of(run_sweep(replace(config, cut_reference=True)))
+    assert results["reference"].str.len().max() <= 9
