@@ -1,0 +1,85 @@
+"""The data module: splits by prompt, permuted slices, normalisation from the training split alone."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from speccascade.data.traces import Traces
+from speccascade.training import datamodule as module_under_test
+from speccascade.training.datamodule import Slices, TraceDataModule
+
+
+@pytest.fixture
+def data(traces_dir: Path) -> TraceDataModule:
+    made = TraceDataModule(str(traces_dir), batch_size=1000)
+    made.setup("fit")
+    return made
+
+
+def test_no_prompt_stands_in_two_splits(data: TraceDataModule) -> None:
+    assert data.train is not None and data.validation is not None
+    assert not set(data.train.prompt_ids) & set(data.validation.prompt_ids)
+    assert (len(data.train), len(data.validation)) == (9600, 3200)
+
+
+def test_a_prompt_in_two_splits_is_refused(traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = module_under_test.load_split
+
+    def leaky(traces: Traces, split: str, feature_set: str) -> module_under_test.TraceTensors:
+        loaded = honest(traces, split, feature_set)
+        return dataclasses.replace(loaded, prompt_ids=(*loaded.prompt_ids, "p0000"))
+
+    monkeypatch.setattr(module_under_test, "load_split", leaky)
+    with pytest.raises(ValueError, match="1 prompts stand both in 'train' and in 'validation'"):
+        TraceDataModule(str(traces_dir)).setup("fit")
+
+
+def test_every_epoch_serves_each_position_once_in_another_order(data: TraceDataModule) -> None:
+    assert data.train is not None
+    loader = data.train_dataloader()
+    assert len(loader) == 10
+    epochs = [torch.cat([batch[0] for batch in loader]) for _ in range(2)]
+    assert not torch.equal(epochs[0], epochs[1])
+    for epoch in epochs:
+        assert torch.equal(epoch.sum(dim=1).sort().values, data.train.features.sum(dim=1).sort().values)
+
+
+def test_the_seed_decides_the_order(data: TraceDataModule) -> None:
+    assert data.train is not None
+    first, same, other = (next(iter(Slices(data.train, 1000, True, seed)))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_rows_keep_their_labels(data: TraceDataModule) -> None:
+    """In every batch the gap of a row is the gap of the same row of the split."""
+    assert data.train is not None
+    known = {tuple(row.tolist()): value for row, value in zip(data.train.features, data.train.correctness, strict=True)}
+    features, correctness, tv = next(iter(data.train_dataloader()))
+    assert all(torch.equal(known[tuple(row.tolist())], value) for row, value in zip(features, correctness, strict=True))
+    assert torch.allclose(tv, features[:, 7]), "tv_raw is tv in traces at temperature 1"
+
+
+def test_normalisation_ignores_missing_values_and_the_validation_split(data: TraceDataModule) -> None:
+    assert data.train is not None and data.validation is not None
+    mean, std = data.normalisation()
+    torch.testing.assert_close(mean, data.train.features.mean(dim=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(std, data.train.features.std(dim=0, correction=0), rtol=1e-3, atol=1e-4)
+    features = data.train.features.clone()
+    features[::2, 0] = float("nan")
+    data.train = dataclasses.replace(data.train, features=features)
+    data.validation = dataclasses.replace(data.validation, features=torch.zeros_like(data.validation.features))
+    again, _ = data.normalisation()
+    torch.testing.assert_close(again[0], features[1::2, 0].mean(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(again[1:], mean[1:])
+
+
+def test_missing_traces_and_splits_are_named(traces_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
+        TraceDataModule(str(tmp_path)).setup("fit")
+    with pytest.raises(ValueError, match="did you mean 'train'"):
+        TraceDataModule(str(traces_dir), train_split="tran").setup("fit")
+    with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
+        TraceDataModule(str(traces_dir), batch_size=0)

@@ -1,0 +1,222 @@
+"""``python train_router.py --config FILE`` and ``speccascade train``: LightningCLI around the router's module and data.
+
+One run: fit with early stopping, keep the best checkpoint, log to CSV (and TensorBoard where installed), write the
+resolved config beside them, export the bundle, name the next command.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import sys
+import warnings
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+from ..data.progress import announce
+from .calibrate import CalibrationConfig
+from .datamodule import TraceDataModule
+from .export import ExportConfig, export_router
+from .module import RouterModule
+
+__all__ = ["main", "quiet_lightning"]
+
+_DESCRIPTION = """\
+Train a router head on traces, then export it as a bundle.
+example:
+  python train_router.py --config configs/train/demo.yaml
+  python train_router.py --config configs/train/demo.yaml --model.kind linear --out runs/linear"""
+
+
+@dataclass(frozen=True)
+class BundleOptions:
+    """The bundle that a training run ends with.
+
+    Args:
+        enabled: export the best checkpoint to OUT/router.
+        alpha: the bundle's own α; by default the one that keeps the verifier's greedy quality for the fewest
+            rejections.
+        task: what the training prompts were, in words, for the card.
+        calibration: how fine the calibration table is.
+    """
+
+    enabled: bool = True
+    alpha: float | None = None
+    task: str = ""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+
+
+class EpochLine(pl.Callback):
+    """Says how training goes, on one line an epoch and at most one line in `every` epochs."""
+
+    def __init__(self, every: int = 5) -> None:
+        self.every = every
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the epoch's figures."""
+        if trainer.sanity_checking or not trainer.is_global_zero or trainer.current_epoch % self.every:
+            return
+        known = trainer.callback_metrics
+        shown = [
+            f"{label} {float(known[name]):.4f}"
+            for name, label in (
+                ("val_loss", "validation loss"),
+                ("val_area_zero_one", "frontier area 0-1"),
+                ("val_area_sampled", "sampled"),
+            )
+            if name in known
+        ]
+        announce(f"epoch {trainer.current_epoch + 1:>3} of at most {trainer.max_epochs}: {', '.join(shown)}")
+
+
+class RouterCLI(LightningCLI):
+    """LightningCLI with the router's defaults: output folder, early stopping, best checkpoint, loggers, bundle."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what goes beyond model, data and trainer."""
+        parser.add_argument("--out", type=str, default="runs/router", help="folder for everything that this run writes")
+        parser.add_class_arguments(BundleOptions, "bundle")
+        parser.add_lightning_class_args(EarlyStopping, "early_stopping")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "early_stopping.monitor": "val_loss",
+                "early_stopping.patience": 10,
+                "checkpoint.monitor": "val_loss",
+                "checkpoint.filename": "best",
+                "checkpoint.enable_version_counter": False,
+            }
+        )
+        parser.link_arguments("model.feature_set", "data.feature_set")
+        parser.link_arguments("out", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and refuse what is unknown or malformed on one line."""
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            raise ValueError(_explain(str(error), parser.get_defaults().keys())) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Log into the output folder unless a logger was configured."""
+        out = self.config["out"]
+        if self.config["trainer"]["logger"] in (None, True):
+            kwargs["logger"] = [CSVLogger(out, name="logs", version="csv")]
+            if importlib.util.find_spec("tensorboard") is not None:
+                kwargs["logger"].append(TensorBoardLogger(out, name="logs", version="tensorboard"))
+        kwargs.setdefault("default_root_dir", out)
+        return super().instantiate_trainer(**kwargs)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the arguments say; `--help` prints and leaves with code 0.
+
+    Raises:
+        ValueError: an unknown option or key (the nearest is named), a bad value, or damaged traces.
+        FileNotFoundError: a config or the traces are missing.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with quiet_lightning():
+        cli = _parse([_underscored(word) for word in words])
+        out = Path(cli.config["out"])
+        cli.datamodule.setup("fit")  # missing traces are answered before anything is written
+        out.mkdir(parents=True, exist_ok=True)
+        cli.parser.save(cli.config, out / "config.yaml", overwrite=True, skip_none=False)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    _finish(cli, out)
+
+
+def _finish(cli: RouterCLI, out: Path) -> None:
+    best = next(one for one in cli.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
+    announce(f"Best checkpoint: {best.best_model_path} ({best.monitor} {float(best.best_model_score or 0):.4f})")
+    options: BundleOptions = cli.config_init["bundle"]
+    if not options.enabled or not cli.trainer.is_global_zero:
+        return
+    traces = cli.datamodule.traces_dir
+    folder = export_router(
+        ExportConfig(
+            Path(best.best_model_path), out / "router", None, None, options.alpha, options.task, options.calibration
+        )
+    )
+    announce(f"Next: speccascade evaluate --offline --traces {traces} --routers {folder}")
+
+
+def _parse(words: list[str]) -> RouterCLI:
+    return RouterCLI(
+        RouterModule,
+        TraceDataModule,
+        save_config_callback=None,
+        seed_everything_default=0,
+        trainer_defaults={
+            "max_epochs": 60,
+            "accelerator": "auto",
+            "devices": 1,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 10,
+            "callbacks": [EpochLine()],
+        },
+        parser_kwargs={"exit_on_error": False, "prog": "speccascade train", "description": _DESCRIPTION},
+        auto_configure_optimizers=False,
+        args=words,
+        run=False,
+    )
+
+
+def _checkpoint_folder(out: str) -> str:
+    return str(Path(out) / "checkpoints")
+
+
+def _underscored(word: str) -> str:
+    """Understand `--model.learning-rate` as well as `--model.learning_rate`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep hints on hardware, loaders and folders off the screen; what matters is announced by this command."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric)\b")
+        warnings.filterwarnings("ignore", message=r".*LightningCLI's args parameter")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _explain(message: str, known: Iterable[str]) -> str:
+    """Say on one line, with the nearest known name, what jsonargparse says on several."""
+    text = " ".join(message.split())
+    if unknown := re.search(r"unrecognized arguments: (\S+)", text):
+        name = unknown[1].lstrip("-").partition("=")[0]
+        return f"unknown option {unknown[1].partition('=')[0]}{_suggest(name, known, '--')}"
+    if unknown := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
+        return f"unknown key {unknown[1]}.{unknown[2]}{_suggest(f'{unknown[1]}.{unknown[2]}', known)}"
+    text = re.sub(r'^Parser key "([^"]+)": ', r"--\1: ", text)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    return re.sub(r"Expected an? (.*?)\. Got value: (.*)$", r"expected \1, got '\2'", text)
+
+
+def _suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f", did you mean {dashes}{near[0]}?" if near else " (--help lists them)"

@@ -1,0 +1,114 @@
+"""A router head as a LightningModule: its loss, its optimiser and its validation metrics. Knows no file.
+
+Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (`router.heads.LOSSES`) and the models (q, p).
+"""
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torchmetrics.classification import BinaryAUROC, BinaryCalibrationError
+
+from ..router.heads import LOSSES, make_head
+from .datamodule import TraceBatch, TraceDataModule
+from .metrics import FrontierArea
+
+__all__ = ["RouterModule"]
+
+
+class RouterModule(pl.LightningModule):
+    """Trains one head for both losses at once.
+
+    Args:
+        kind: `linear` or `mlp`.
+        estimator: `gap` (squared loss on how much better the verifier did) or `two_confidence` (how often each model
+            is right, by cross-entropy).
+        feature_set: which statistics the head reads: `verified`, or `draft_only`.
+        hidden: widths of the hidden layers of `mlp`.
+        learning_rate: peak of AdamW's rate; it rises over the first twentieth of the steps and then falls to zero by a
+            cosine.
+        weight_decay: decoupled weight decay.
+    """
+
+    def __init__(
+        self,
+        kind: str = "mlp",
+        estimator: str = "two_confidence",
+        feature_set: str = "verified",
+        hidden: list[int] | None = None,
+        learning_rate: float = 3e-3,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__()
+        widths = [64, 64] if hidden is None else list(hidden)
+        if not learning_rate > 0:
+            raise ValueError(f"learning_rate: expected a positive number, got {learning_rate}")
+        self.save_hyperparameters()
+        self.head = make_head(kind, estimator, feature_set, widths)
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        names = ("draft", "verifier") if estimator == "two_confidence" else ()
+        self.areas = {loss: FrontierArea() for loss in LOSSES}
+        self.rankings = {loss: BinaryAUROC() for loss in LOSSES}
+        self.calibrations = {name: BinaryCalibrationError(n_bins=15) for name in names}
+        # Registered too, so that they move to the device with the module.
+        self.metrics = torch.nn.ModuleList([*self.areas.values(), *self.rankings.values(), *self.calibrations.values()])
+
+    def setup(self, stage: str) -> None:
+        """Take the normalisation from the training split."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit, unknown to its type
+        if stage == "fit" and isinstance(data, TraceDataModule):
+            self.head.set_normalisation(*data.normalisation())
+
+    def forward(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N 2"]:
+        """Estimate the gap under each loss."""
+        gap: Tensor = self.head(features)
+        return gap
+
+    def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
+        """Loss of one batch."""
+        features, correctness, _ = batch
+        loss: Tensor = self.head.loss(features, correctness)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(features))
+        return loss
+
+    def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
+        """Collect what the epoch's metrics need."""
+        features, correctness, tv = batch
+        self.log("val_loss", self.head.loss(features, correctness), batch_size=len(features))
+        gap = self.head(features)
+        for column, loss in enumerate(LOSSES):
+            right_q, right_p = correctness[:, column, 0], correctness[:, column, 1]
+            self.areas[loss].update(gap[:, column], tv, 1 - right_q, 1 - right_p)
+            differ = right_q != right_p
+            self.rankings[loss].update(gap[differ, column], (right_p > right_q)[differ].long())
+        if self.calibrations:
+            confidences = self.head.confidences(features)[:, 0]
+            for model, name in enumerate(("draft", "verifier")):
+                self.calibrations[name].update(confidences[:, model], correctness[:, 0, model].long())
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the epoch's metrics."""
+        values: dict[str, Any] = {}
+        for loss in LOSSES:
+            values[f"val_area_{loss}"] = self.areas[loss].compute()
+            values[f"val_auroc_{loss}"] = self.rankings[loss].compute()
+        for name, metric in self.calibrations.items():
+            values[f"val_ece_{name}"] = metric.compute()
+        self.log_dict({name: value.float() for name, value in values.items()})
+        for one in (*self.areas.values(), *self.rankings.values(), *self.calibrations.values()):
+            one.reset()
+
+    def configure_optimizers(self) -> Any:
+        """AdamW; linear rise, then a cosine to zero over the planned steps."""
+        optimiser = torch.optim.AdamW(self.head.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+        total = max(int(self.trainer.estimated_stepping_batches), 1)
+        rise = max(total // 20, 1)
+
+        def factor(step: int) -> float:
+            return min(1.0, (step + 1) / rise) * 0.5 * (1 + math.cos(math.pi * min(step / total, 1.0)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
+        return {"optimizer": optimiser, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
