@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out = Path(cli.config["out"])
         cli.datamodule.setup("fit")  # missing traces are answered before anything is written
         out.mkdir(parents=True, exist_ok=True)
-        cli.parser.save(cli.config, out / "config.yaml", overwrite=True, skip_none=False)
+        cli.parser.save(cli.config, out / "config.yaml", overwrite=True)
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     _finish(cli, out)
 
@@ -149,7 +149,7 @@ def _finish(cli: RouterCLI, out: Path) -> None:
             Path(best.best_model_path), out / "router", None, None, options.alpha, options.task, options.calibration
         )
     )
-    announce(f"Next: speccascade evaluate --offline --traces {traces} --routers {folder}")
+    announce(f"Next: speccascade evaluate --offline --traces {traces} --router [{folder}] --out {out / 'evaluate'}")
 
 
 def _parse(words: list[str]) -> RouterCLI:

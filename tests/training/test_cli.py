@@ -1,0 +1,139 @@
+"""Training from the command line: one run from traces to a router that loads; mistakes are answered on one line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from speccascade.cli import main as speccascade
+from speccascade.data.traces import Traces
+from speccascade.router.learned import LearnedRouter
+from speccascade.training.cli import main
+from speccascade.training.export import ExportConfig, export_router, find_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(traces_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "made"
+    with torch.random.fork_rng():
+        main([
+            f"--data.traces={traces_dir}", f"--out={out}", "--trainer.max_epochs=6", "--data.batch-size=1024",
+            "--bundle.calibration.resamples=50", "--bundle.task=made-up positions",
+        ])  # fmt: skip
+    return out
+
+
+def test_a_run_leaves_checkpoint_log_config_and_router(trained: Path, traces_dir: Path) -> None:
+    assert find_checkpoint(trained) == trained / "checkpoints" / "best.ckpt"
+    logged = (trained / "logs" / "csv" / "metrics.csv").read_text()
+    for name in ("val_loss", "train_loss", "val_auroc_zero_one", "val_area_sampled", "val_ece_draft"):
+        assert name in logged.splitlines()[0]
+    resolved = yaml.safe_load((trained / "config.yaml").read_text())
+    assert resolved["data"]["batch_size"] == 1024
+    assert resolved["trainer"]["max_epochs"] == 6
+    assert resolved["seed_everything"] == 0
+    router = LearnedRouter.from_pretrained(trained / "router")
+    assert router.config.trace_digest == Traces.open(traces_dir).manifest.digest
+    assert router.config.task == "made-up positions"
+    assert router.config.drafter == "small"
+
+
+def test_the_router_decides_as_its_calibration_says(trained: Path, traces_dir: Path) -> None:
+    """The exported ONNX head on the validation split gives the stored rates, in both regimes."""
+    router = LearnedRouter.from_pretrained(trained / "router")
+    split = Traces.open(traces_dir).split("validation")
+    for regime, stats in (("greedy", split.stats.greedy()), ("sampled", split.stats)):
+        for row in router.config.calibration[regime]:
+            defer = router.with_alpha(row.alpha).defer(stats)
+            assert float(defer.float().mean()) == pytest.approx(row.deferral, abs=2e-3)
+            assert float((defer * stats.tv).mean()) == pytest.approx(row.rejection, abs=2e-3)
+
+
+def test_the_resolved_config_repeats_the_run(trained: Path, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        main([f"--config={trained / 'config.yaml'}", f"--out={tmp_path}", "--bundle.enabled=false"])
+    first, again = (
+        torch.load(find_checkpoint(folder), weights_only=True)["state_dict"] for folder in (trained, tmp_path)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not (tmp_path / "router").exists()
+
+
+def test_export_takes_another_alpha_and_split(trained: Path, tmp_path: Path) -> None:
+    export_router(ExportConfig(trained, tmp_path / "router", split="test", alpha=0.25))
+    router = LearnedRouter.from_pretrained(tmp_path / "router")
+    assert router.alpha == 0.25
+    assert router.config.calibration != LearnedRouter.from_pretrained(trained / "router").config.calibration
+
+
+def test_what_cannot_be_exported_is_named(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="checkpoint: expected a checkpoint or a training run's folder"):
+        export_router(ExportConfig(tmp_path, tmp_path / "router"))
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="checkpoint: expected one of a router's training"):
+        export_router(ExportConfig(tmp_path / "other.ckpt", tmp_path / "router"))
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="checkpoint: expected one of a router's training"):
+        export_router(ExportConfig(tmp_path / "text.ckpt", tmp_path / "router"))
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
+        export_router(ExportConfig(trained, tmp_path / "router", traces=tmp_path))
+    assert not (tmp_path / "router").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--model.knd=mlp"], r"unknown option --model\.knd, did you mean --model\.kind\?"),
+        (["--dta.traces=x"], r"unknown option --dta\.traces, did you mean --data\.traces\?"),
+        (["--model.kind=liner"], "did you mean 'linear'"),
+        (["--model.learning_rate=fast"], r"--model\.learning_rate: expected float, got 'fast'"),
+        (["--trainer.max_epoch=3"], "manifest"),
+        (["--config=nowhere.yaml"], r"nowhere\.yaml"),
+        (["--data.traces=nowhere"], "nowhere"),
+        (["--data.batch_size=0"], "batch_size: expected at least 1, got 0"),
+        (["stray"], "unknown option stray"),
+    ],
+)
+def test_mistakes_are_answered_on_one_line_with_code_2(
+    arguments: list[str],
+    answer: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert speccascade(["train", *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("speccascade train: error: ")
+    assert re.search(answer, lines[0]), lines[0]
+    assert not list(tmp_path.iterdir()), "nothing is written before the mistake is answered"
+
+
+def test_an_unknown_key_in_a_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model:\n  hiden: [32]\n")
+    assert speccascade(["train", "--config", str(config)]) == 2
+    assert "unknown key model.hiden, did you mean model.hidden?" in capsys.readouterr().err
+
+
+def test_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert speccascade(["train", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("two_confidence", "decoupled weight decay", "folder that `speccascade collect` wrote", "--out"):
+        assert part in text
+
+
+def test_the_entry_point_script_is_the_same_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_router.py", "--config", "configs/train/demo.yaml", f"--data.traces={tmp_path}"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"speccascade train: error: .*manifest\.json.*\n", done.stderr), done.stderr
