@@ -110,7 +110,7 @@ def _live_rows(live: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
             _number(row["calls_per_token"], ".2f"),
             _number(row["tokens_per_second"], ".1f"),
             _spread(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"], ".2f"),
-            row["same_as"] or "",
+            row["same_as"] if isinstance(row["same_as"], str) else "",
         ]
         rows.append(cells)
     return _table(head, rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from ..data.pairs import PairIdentity
 from ..data.progress import announce
 from ..data.traces import Traces
 from .frontier import measure_frontiers
@@ -23,7 +24,7 @@ from .tables import write_json, write_table
 if TYPE_CHECKING:
     from .sweep import EvaluateConfig
 
-__all__ = ["measure_calibration", "open_replays", "open_routers", "router_digest", "run_offline"]
+__all__ = ["check_router", "measure_calibration", "open_replays", "open_routers", "router_digest", "run_offline"]
 
 
 def run_offline(config: EvaluateConfig) -> Path:
@@ -38,8 +39,10 @@ def run_offline(config: EvaluateConfig) -> Path:
         raise ValueError("traces: expected a folder of traces to replay, got none")
     out, started = Path(config.out), time.monotonic()
     traces = Traces.open(config.traces)
-    replays = open_replays(config.traces, (config.choose_on, config.split))
+    replays = open_replays(traces, (config.choose_on, config.split))
     routers = open_routers(config.router)
+    for router in routers.values():
+        check_router(router.build(0.0, "zero_one"), traces.manifest.identity)
     methods = [*_replayable(plug_in_methods(), traces), *routers.values()]
     test = replays[config.split]
     announce(f"offline: {len(methods)} methods on {len(test):,} positions of {test.num_prompts} prompts")
@@ -62,13 +65,28 @@ def run_offline(config: EvaluateConfig) -> Path:
     return out
 
 
-def open_replays(directory: str, splits: Iterable[str]) -> dict[str, Replay]:
-    """Open some splits of a folder of traces, ready to replay.
+def check_router(rule: Any, identity: PairIdentity) -> None:
+    """Refuse a trained router of another pair; a rule that is not tied to one passes.
+
+    Raises:
+        ValueError: vocabulary or weights differ; both pairs are named.
+    """
+    if hasattr(rule, "check_pair"):
+        rule.check_pair(
+            vocabulary_fingerprint=identity.vocabulary_fingerprint,
+            drafter=identity.drafter,
+            verifier=identity.verifier,
+            drafter_digest=identity.drafter_digest,
+            verifier_digest=identity.verifier_digest,
+        )
+
+
+def open_replays(traces: Traces, splits: Iterable[str]) -> dict[str, Replay]:
+    """Load some splits of opened traces, ready to replay.
 
     Raises:
         ValueError: a split without positions.
     """
-    traces = Traces.open(directory)
     return {name: Replay(traces.split(name), traces.manifest.plan.top_k) for name in dict.fromkeys(splits)}
 
 

@@ -17,14 +17,16 @@ import pandas as pd
 import torch
 
 from ..cascade.engine import SingleModel, SpeculativeCascade
-from ..data.pairs import Pair, PairConfig, load_pair
+from ..data.pairs import Pair, PairConfig, PairIdentity, load_pair
 from ..data.progress import Progress, announce
 from ..data.prompts import Example, PromptConfig, encode_example, end_token_id, load_examples
+from ..data.traces import Traces
 from .frontier import FrontierConfig
 from .journal import Journal
-from .offline import open_replays, open_routers, router_digest, run_offline
+from .offline import check_router, open_replays, open_routers, router_digest, run_offline
 from .plan import Setting, plan_settings, replay_settings
 from .provenance import describe_run
+from .replay import Replay
 from .tables import write_json, write_table
 from .tasks import find_scorer
 
@@ -135,14 +137,14 @@ def run_sweep(config: EvaluateConfig) -> Path:
         find_scorer(name)
     out = Path(config.out)
     routers = open_routers(config.router)
-    replays = open_replays(config.traces, (config.choose_on, config.split)) if config.traces else {}
+    replays, recorded = _open_traces(config)
     digests = {name: router_digest(directory) for name, directory in zip(routers, config.router, strict=True)}
     greedy = config.temperature == 0
     settings = plan_settings(
         config.methods, routers, config.alphas, config.budgets, replays.get(config.choose_on), greedy, digests
     )
     pair = load_pair(config.pair)
-    _check_routers(settings, pair)
+    _check_pair(config, settings, pair, recorded)
     prompts = _load_prompts(config, pair)
     journal = Journal(out / "answers.jsonl", _identity(config, pair))
     _announce_plan(config, settings, prompts, journal)
@@ -168,17 +170,26 @@ def _prepare(example: Example, config: EvaluateConfig, pair: Pair) -> _Prompt:
     return _Prompt(example.prompt_id, torch.as_tensor(prompt_ids).view(1, -1), reference)
 
 
-def _check_routers(settings: Sequence[Setting], pair: Pair) -> None:
-    identity = pair.identity
+def _open_traces(config: EvaluateConfig) -> tuple[dict[str, Replay], PairIdentity | None]:
+    """The splits to choose α on and, where the traces have it, to compare with; and whose traces they are."""
+    if config.traces is None:
+        return {}, None
+    traces = Traces.open(config.traces)
+    compared = [config.split] if config.split in traces.splits else []
+    return open_replays(traces, (config.choose_on, *compared)), traces.manifest.identity
+
+
+def _check_pair(config: EvaluateConfig, settings: Sequence[Setting], pair: Pair, recorded: PairIdentity | None) -> None:
+    """Refuse traces and routers of another pair: an α that was chosen for it would mean nothing here."""
     for setting in settings:
-        check_pair = getattr(setting.rule, "check_pair", None)
-        if check_pair is not None:
-            check_pair(
-                vocabulary_fingerprint=identity.vocabulary_fingerprint,
-                drafter=identity.drafter,
-                verifier=identity.verifier,
-                drafter_digest=identity.drafter_digest,
-                verifier_digest=identity.verifier_digest,
+        check_router(setting.rule, pair.identity)
+    if recorded is None:
+        return
+    for name in ("vocabulary_fingerprint", "drafter_digest", "verifier_digest"):
+        if getattr(recorded, name) != getattr(pair.identity, name):
+            raise ValueError(
+                f"traces: {config.traces} is about {recorded.drafter} → {recorded.verifier}, the pair given is "
+                f"{pair.identity.drafter} → {pair.identity.verifier}: the {name.replace('_', ' ')} differs"
             )
 
 
@@ -227,7 +238,7 @@ def _run_units(
     waiting = [unit for unit in units if unit[2] not in journal]
     if waiting:
         _warm_up(config, settings, engines, prompts[0])
-    with Progress("live run", len(units) * config.max_new_tokens, unit="tokens") as progress:
+    with Progress("live run", len(units) * config.max_new_tokens, unit="tokens at most") as progress:
         progress.skip((len(units) - len(waiting)) * config.max_new_tokens)
         for prompt, setting, (key, prompt_id, repeat) in waiting:
             result = _generate(engines[key], config, pair, prompt, _unit_seed(config.seed, prompt_id, repeat))
@@ -324,7 +335,9 @@ def _collect_results(
     return pd.DataFrame(rows)
 
 
-def _describe_settings(config: EvaluateConfig, settings: Sequence[Setting], test: Any, greedy: bool) -> pd.DataFrame:
+def _describe_settings(
+    config: EvaluateConfig, settings: Sequence[Setting], test: Replay | None, greedy: bool
+) -> pd.DataFrame:
     """One row a setting, with what the traces say about it where there are traces."""
     table = pd.DataFrame(
         {

@@ -36,7 +36,7 @@ def folder(build_trace, tmp_path, monkeypatch) -> Path:
         source="embedded:gsm8k", drafter="tiny", verifier="embedded:smollm2-135m-instruct", temperature=1.0, top_k=12,
         code_version="0",
     )  # fmt: skip
-    traces = SimpleNamespace(manifest=SimpleNamespace(plan=plan, rows=1200, digest="abc"))
+    traces = SimpleNamespace(manifest=SimpleNamespace(plan=plan, rows=1200, digest="abc", identity=None))
     router = Method("router", "Router", "router", -math.inf, math.inf, lambda alpha, loss: Gap(alpha))
     monkeypatch.setattr(offline.Traces, "open", lambda directory: traces)
     monkeypatch.setattr(offline, "open_replays", lambda directory, splits: replays)

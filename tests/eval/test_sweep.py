@@ -29,7 +29,7 @@ def config(pair, build_trace, tmp_path, monkeypatch) -> EvaluateConfig:
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     replays = {name: Replay(build_trace(seed=seed), None) for seed, name in enumerate(("validation", "test"))}
     monkeypatch.setattr(sweep, "load_pair", lambda _: pair)
-    monkeypatch.setattr(sweep, "open_replays", lambda directory, splits: replays)
+    monkeypatch.setattr(sweep, "_open_traces", lambda config: (replays, pair.identity) if config.traces else ({}, None))
     return EvaluateConfig(
         prompts=PromptConfig(source=str(prompts), chat=False, splits={"test": 1.0}),
         out=str(tmp_path / "run"),
@@ -127,6 +127,15 @@ def test_another_run_in_the_folder_is_refused(config):
     run_sweep(config)
     with pytest.raises(ValueError, match="holds a run with gamma=3, this one has 4"):
         run_sweep(replace(config, gamma=4))
+
+
+def test_traces_of_another_pair_are_refused(config, pair, monkeypatch):
+    other = replace(pair.identity, drafter="other", drafter_digest="e" * 8)
+    monkeypatch.setattr(sweep, "_open_traces", lambda config: ({}, other))
+    with pytest.raises(
+        ValueError, match=r"about other → tiny verifier, the pair given is tiny drafter .* drafter digest"
+    ):
+        run_sweep(replace(config, methods=("verifier",)))
 
 
 def test_alphas_given_by_hand_need_no_traces(config):
