@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import warnings
-from argparse import ArgumentError
+from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from jsonargparse import DefaultHelpFormatter
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
@@ -33,10 +34,26 @@ from .module import RouterModule
 __all__ = ["main", "quiet_lightning"]
 
 _DESCRIPTION = """\
-Train a router head on traces, then export it as a bundle.
+Train a router head on traces with Lightning, then export it as a bundle: ONNX, calibration, card.
+Flags override the file; the resolved config is written to OUT/config.yaml. `speccascade train` is the same command.
+
 example:
   python train_router.py --config configs/train/demo.yaml
   python train_router.py --config configs/train/demo.yaml --model.kind linear --out runs/linear"""
+
+_TRAINER_DEFAULTS = {
+    "max_epochs": 60,
+    "accelerator": "auto",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 10,
+}
+
+
+class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the description."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +100,17 @@ class EpochLine(pl.Callback):
 class RouterCLI(LightningCLI):
     """LightningCLI with the router's defaults: output folder, early stopping, best checkpoint, loggers, bundle."""
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what goes beyond model, data and trainer."""
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Put the options of the router before the hundred of Lightning's trainer: `--help` starts with them."""
         parser.add_argument("--out", type=str, default="runs/router", help="folder for everything that this run writes")
+        parser.add_lightning_class_args(RouterModule, "model")
+        parser.add_lightning_class_args(TraceDataModule, "data")
         parser.add_class_arguments(BundleOptions, "bundle")
+        parser.add_lightning_class_args(pl.Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in _TRAINER_DEFAULTS.items()})
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add early stopping and the best checkpoint; tie together what must agree."""
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
@@ -99,6 +123,7 @@ class RouterCLI(LightningCLI):
             }
         )
         parser.link_arguments("model.feature_set", "data.feature_set")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("out", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -158,17 +183,14 @@ def _parse(words: list[str]) -> RouterCLI:
         TraceDataModule,
         save_config_callback=None,
         seed_everything_default=0,
-        trainer_defaults={
-            "max_epochs": 60,
-            "accelerator": "auto",
-            "devices": 1,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 10,
-            "callbacks": [EpochLine()],
+        trainer_defaults={"callbacks": [EpochLine()]},
+        parser_kwargs={
+            "exit_on_error": False,
+            "prog": "speccascade train",
+            "usage": "speccascade train [--config FILE.yaml] [options]",
+            "description": _DESCRIPTION,
+            "formatter_class": _Help,
         },
-        parser_kwargs={"exit_on_error": False, "prog": "speccascade train", "description": _DESCRIPTION},
         auto_configure_optimizers=False,
         args=words,
         run=False,

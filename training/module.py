@@ -38,16 +38,15 @@ class RouterModule(pl.LightningModule):
         kind: str = "mlp",
         estimator: str = "two_confidence",
         feature_set: str = "verified",
-        hidden: list[int] | None = None,
+        hidden: tuple[int, ...] = (64, 64),
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__()
-        widths = [64, 64] if hidden is None else list(hidden)
         if not learning_rate > 0:
             raise ValueError(f"learning_rate: expected a positive number, got {learning_rate}")
         self.save_hyperparameters()
-        self.head = make_head(kind, estimator, feature_set, widths)
+        self.head = make_head(kind, estimator, feature_set, hidden)
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         names = ("draft", "verifier") if estimator == "two_confidence" else ()
         self.areas = {loss: FrontierArea() for loss in LOSSES}

@@ -19,7 +19,7 @@ from .conftest import true_confidences
 def fit(traces: Path, epochs: int = 25, **options: Any) -> tuple[RouterModule, pl.Trainer]:
     with quiet_lightning(), torch.random.fork_rng():
         torch.manual_seed(0)
-        module = RouterModule(hidden=[32], **options)
+        module = RouterModule(hidden=(32,), **options)
         trainer = pl.Trainer(
             max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
