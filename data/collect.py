@@ -96,7 +96,7 @@ def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest:
         examples = _encode_all(config, pair, prompts)
         plan = _make_plan(config, pair, examples)
         _adopt_plan(out, plan)
-        if (out / MANIFEST).is_file():
+        if (out / MANIFEST).is_file() and all((out / shard.file).is_file() for shard in Manifest.read(out).shards):
             traces = Traces.open(out)
             announce(f"Traces in {out} are complete: {traces.manifest.rows:,} positions")
             return traces.manifest

@@ -185,11 +185,15 @@ def _score_chunk(
 
 def _top_ids(confidence: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Ids of the `top_k` most probable tokens ``[N, K]`` and the argmax ``[N]``, which is always among them."""
-    ids = confidence.topk(min(top_k, confidence.shape[-1]), dim=-1).indices
-    argmax = confidence.argmax(dim=-1)
-    # Where more than k tokens are equally probable, topk may leave out the lowest of them, which is the argmax.
-    missed = (ids != argmax.unsqueeze(-1)).all(dim=-1)
-    ids[missed, -1] = argmax[missed]
+    top_k = min(top_k, confidence.shape[-1])
+    found = confidence.topk(min(max(top_k, 2), confidence.shape[-1]), dim=-1)
+    ids, argmax = found.indices[:, :top_k], found.indices[:, 0].clone()
+    # topk orders equals at will, and may leave out the lowest of them, which is the argmax. Rare: argmax is slow.
+    tied = found.values[:, 0] == found.values[:, 1]
+    if tied.any():
+        argmax[tied] = confidence[tied].argmax(dim=-1)
+        missed = (ids != argmax.unsqueeze(-1)).all(dim=-1)
+        ids[missed, -1] = argmax[missed]
     return ids, argmax
 
 

@@ -186,10 +186,7 @@ class TraceSplit:
 
 
 class Traces:
-    """An opened trace folder.
-
-    >>> # Traces.open("runs/demo/traces").split("train").stats.tv
-    """
+    """An opened trace folder: ``Traces.open("runs/demo/traces").split("train").stats.tv``."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder

@@ -1,0 +1,185 @@
+"""A trace folder opens only when every shard is as the manifest recorded it, and gives back what was logged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from speccascade.cascade.statistics import STAT_FIELDS
+from speccascade.data.collect import CollectConfig, collect
+from speccascade.data.shards import SCHEMA_VERSION
+from speccascade.data.summary import describe, summarise
+from speccascade.data.traces import Traces
+
+
+@pytest.fixture
+def folder(collect_config: CollectConfig) -> Path:
+    collect(collect_config)
+    return Path(collect_config.out)
+
+
+def rows_of(folder: Path, split: str) -> list[dict[str, Any]]:
+    table = pa.concat_tables([pq.read_table(path) for path in sorted(folder.glob("*.parquet"))])
+    return [row for row in table.to_pylist() if row["split"] == split]
+
+
+def test_a_split_gives_back_what_was_logged(folder: Path) -> None:
+    split = Traces.open(folder).split("train")
+    rows = rows_of(folder, "train")
+    assert len(split) == len(rows) > 0
+    assert [split.prompt_ids[i] for i in split.prompt_index] == [row["prompt_id"] for row in rows]
+    assert split.label.tolist() == [row["label"] for row in rows]
+    assert split.token.tolist() == [row["token"] for row in rows]
+    for name in STAT_FIELDS:
+        assert getattr(split.stats, name).tolist() == [row[name] for row in rows]
+    assert split.p_label.tolist() == [row["p_label"] for row in rows]
+    for i, row in enumerate(rows):
+        width = len(row["topk_ids"])
+        assert split.topk_ids[i].tolist() == row["topk_ids"] + [-1] * (split.topk_ids.shape[1] - width)
+        assert split.topk_q[i, :width].tolist() == row["topk_q"]
+        assert split.topk_p[i, width:].eq(0).all()
+
+
+def test_correctness_of_both_models_under_both_losses(folder: Path) -> None:
+    split = Traces.open(folder).split("train")
+    assert split.correctness.shape == (len(split), 2, 2)
+    assert torch.equal(split.draft_argmax, split.token)
+    assert torch.equal(split.correctness[:, 0, 0], (split.label == split.token).float())
+    assert torch.equal(split.correctness[:, 0, 1], (split.label == split.verifier_argmax).float())
+    assert torch.equal(split.correctness[:, 1, 0], split.q_label)
+    assert torch.equal(split.correctness[:, 1, 1], split.p_label)
+    agree = (split.draft_argmax == split.verifier_argmax).float()
+    assert torch.equal(split.stats.argmax_agree, agree)
+
+
+def test_an_unknown_split_is_refused_with_the_nearest(folder: Path) -> None:
+    with pytest.raises(ValueError, match="expected one of train, validation, test, got 'tset'; did you mean 'test'"):
+        Traces.open(folder).split("tset")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def swap_for_a_neighbour(path: Path) -> None:
+    path.write_bytes(path.with_name("part-00000.parquet").read_bytes())
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, swap_for_a_neighbour])
+def test_a_damaged_or_foreign_shard_is_named(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder / "part-00003.parquet")
+    with pytest.raises(ValueError, match=r"part-00003\.parquet is damaged or foreign"):
+        Traces.open(folder)
+
+
+def test_a_missing_shard_is_named_and_can_be_restored(folder: Path, collect_config: CollectConfig) -> None:
+    digest = Traces.open(folder).manifest.digest
+    (folder / "part-00003.parquet").unlink()
+    with pytest.raises(FileNotFoundError, match=r"part-00003\.parquet is missing"):
+        Traces.open(folder)
+    assert collect(collect_config).digest == digest
+    assert Traces.open(folder).manifest.digest == digest
+
+
+def test_a_shard_too_many_is_named(folder: Path) -> None:
+    (folder / "part-00099.parquet").write_bytes((folder / "part-00000.parquet").read_bytes())
+    with pytest.raises(ValueError, match=r"part-00099\.parquet is foreign"):
+        Traces.open(folder)
+
+
+def test_no_traces_at_all(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no manifest\.json in"):
+        Traces.open(tmp_path / "nothing")
+
+
+def test_an_unfinished_collection_says_so(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match="run collect again"):
+        Traces.open(folder)
+
+
+def test_another_schema_version_is_refused(folder: Path) -> None:
+    record = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(record | {"schema_version": SCHEMA_VERSION + 1}))
+    with pytest.raises(ValueError, match=f"schema version {SCHEMA_VERSION + 1}, this release reads {SCHEMA_VERSION}"):
+        Traces.open(folder)
+
+
+@pytest.mark.parametrize("change", [{"rows": 3}, {"digest": "0"}, {"shards": [{"file": "x"}]}])
+def test_a_manifest_that_does_not_add_up_is_refused(folder: Path, change: dict[str, Any]) -> None:
+    record = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(record | change))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        Traces.open(folder)
+
+
+def test_a_manifest_that_is_no_json_is_refused(folder: Path) -> None:
+    truncate(folder / "manifest.json")
+    truncate(folder / "manifest.json")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        Traces.open(folder)
+
+
+def test_the_manifest_says_who_made_the_rows(folder: Path, collect_config: CollectConfig) -> None:
+    manifest = Traces.open(folder).manifest
+    assert manifest.identity.verifier == collect_config.pair.verifier
+    assert manifest.identity.drafter_digest != manifest.identity.verifier_digest
+    assert manifest.plan.dtype == "float32"
+    assert manifest.plan.temperature == 1.0
+    assert manifest.rows == sum(manifest.split_rows.values()) == sum(shard.rows for shard in manifest.shards)
+
+
+def test_hugging_face_datasets_opens_the_folder_as_it_is(folder: Path, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    rows = load_dataset("parquet", data_files=f"{folder}/*.parquet", split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows.num_rows == Traces.open(folder).manifest.rows
+    assert set(STAT_FIELDS) < set(rows.column_names)
+
+
+def test_the_summary_counts_and_measures(folder: Path) -> None:
+    traces = Traces.open(folder)
+    split = traces.split("train")
+    row = summarise(split)
+    right = split.correctness[:, 0]
+    assert row["positions"] == len(split)
+    assert row["draft_accuracy"] == pytest.approx(right[:, 0].mean().item())
+    assert row["disagreement"] == pytest.approx(1 - split.stats.argmax_agree.mean().item())
+    gain = row["verifier_accuracy"] - row["draft_accuracy"]
+    assert row["verifier_only_right"] - row["draft_only_right"] == pytest.approx(gain, abs=1e-6)
+    assert "train" in describe(traces)
+
+
+def test_a_moved_folder_still_opens(folder: Path, tmp_path: Path) -> None:
+    folder.rename(tmp_path / "moved")
+    assert Traces.open(tmp_path / "moved").manifest.rows > 0
+
+
+def test_unchecked_opening_reads_the_manifest_only(folder: Path) -> None:
+    flip_a_bit(folder / "part-00000.parquet")
+    assert Traces.open(folder, check=False).manifest.rows > 0
+
+
+def test_temperature_zero_equals_the_greedy_view_of_a_warmer_trace(collect_config: CollectConfig, folder: Path) -> None:
+    cold = replace(collect_config, temperature=0.0, out=str(folder.parent / "cold"))
+    collect(cold)
+    warm_stats, cold_stats = (
+        Traces.open(folder).split("train").stats.greedy(),
+        Traces.open(cold.out).split("train").stats,
+    )
+    for name in STAT_FIELDS:
+        torch.testing.assert_close(getattr(warm_stats, name), getattr(cold_stats, name), atol=1e-6, rtol=1e-5)
