@@ -43,8 +43,8 @@ layers: $(INSTALLED)/.stamp  ## the direction of imports, on an installed copy
 tests: $(STAMP)  ## pytest, one thread a worker
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMP)  ## time the parts of a verify step
-	$(BIN)/python benchmarks/bench_verify.py
+bench: $(STAMP)  ## run every script of benchmarks/, one after the other
+	set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
 clean:  ## remove what the other targets made, but for runs/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

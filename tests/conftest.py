@@ -12,7 +12,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 from jaxtyping import install_import_hook
 
-# Checks every annotated shape and type in these two packages (an int passes for a float); must precede their first import.
+# Checks every annotated shape and type in these two packages (an int passes for a float); comes before their import.
 install_import_hook(
     ["speccascade.cascade", "speccascade.router"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",

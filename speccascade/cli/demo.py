@@ -126,6 +126,9 @@ def plan_stages(config: DemoConfig) -> list[Stage]:
 
         main(train)
 
+    def run_live() -> None:
+        write_config(live, run_sweep(live))
+
     sources = {"model": tune.verifier, "prompts": tune.prompts.source}
     training = {"arguments": train[1:], "file": train_file.read_text(encoding="utf-8")}
     return [
@@ -134,7 +137,7 @@ def plan_stages(config: DemoConfig) -> list[Stage]:
         Stage("collect", "Collect traces", log, ("traces",), collect_and_note, resumes=True),
         Stage("train", "Train and export the router", training, ("checkpoints", "logs", "router"), train_and_export),
         Stage("offline", "Replay every method offline", offline, ("evaluate",), lambda: run_offline(offline)),
-        Stage("live", "Run the methods live", live, (), lambda: run_sweep(live), resumes=True),
+        Stage("live", "Run the methods live", live, (), run_live, resumes=True),
         Stage("report", "Write the report", {}, (), lambda: report(results)),
     ]
 
