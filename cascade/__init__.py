@@ -6,8 +6,9 @@ Knows no rule by name, no tokenizer, no file and no configuration.
 from .blocks import TargetRule, VerifyBlock
 from .distributions import Sampling, logits_to_probs
 from .drafters import ModelDrafter, early_exit
-from .engine import SingleModel, SpeculativeCascade
+from .engine import SpeculativeCascade
 from .models import TransformersLM
+from .single import SingleModel
 from .statistics import STAT_FIELDS, Stats
 from .verify import emission_law
 

@@ -6,13 +6,14 @@ Shapes: ``*batch`` any leading axes, ``V`` token.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["Sampling", "draw", "logits_to_probs", "one_hot_argmax", "residual", "total_variation"]
+__all__ = ["Sampling", "draw", "draw_uniforms", "logits_to_probs", "one_hot_argmax", "residual", "total_variation"]
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,24 @@ def residual(
     return torch.where(mass > 0, excess / mass.clamp_min(torch.finfo(torch.float32).tiny), excess)
 
 
-def draw(probs: Float[Tensor, "*batch V"], generator: torch.Generator) -> Int[Tensor, "*batch"]:
-    """Draw one token a row by inverse CDF with one uniform each; weights need not sum to one.
+def draw(probs: Float[Tensor, "*batch V"], uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+    """Draw one token a row by inverse CDF from one uniform in [0, 1) each; weights need not sum to one.
 
-    The uniforms come from the generator's own device, so that a CPU generator gives the same stream on any device.
     A token of weight zero is never drawn.
     """
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[..., -1:]
-    uniform = torch.rand(total.shape, generator=generator, device=generator.device).to(total.device)
     below_total = torch.nextafter(total, torch.zeros_like(total))
-    return torch.searchsorted(cumulative, torch.minimum(uniform * total, below_total), right=True).squeeze(-1)
+    points = torch.minimum(uniforms.to(total).unsqueeze(-1) * total, below_total)
+    return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+
+
+def draw_uniforms(generators: Sequence[torch.Generator], count: int) -> Float[Tensor, "B count"]:
+    """Take ``count`` uniforms from each row's own generator, so that no row's luck depends on its neighbours.
+
+    The numbers come from the generator's own device: a CPU generator gives the same stream wherever the model runs.
+    """
+    return torch.stack([torch.rand(count, generator=generator, device=generator.device) for generator in generators])
 
 
 def _check_finite(logits: Tensor, source: str) -> None:

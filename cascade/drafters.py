@@ -3,10 +3,11 @@
 A drafter hands over each token together with the very distribution it was drawn from: that pair is what makes
 verification exact.
 
-Shapes: ``B`` sequence, ``L`` tokens so far, ``T`` drafted tokens, ``V`` token.
+Shapes: ``B`` row, ``N`` unread tokens, ``T`` drafted tokens, ``V`` token.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from .distributions import Sampling, draw, logits_to_probs
 from .models import CausalLM, PrefixState
 
-__all__ = ["Draft", "DraftState", "Drafter", "ModelDrafter", "early_exit"]
+__all__ = ["Draft", "DraftRequest", "DraftState", "Drafter", "ModelDrafter", "early_exit", "pad_unread"]
 
 
 @dataclass(frozen=True)
@@ -26,31 +27,48 @@ class Draft:
     """Drafted tokens and the distributions behind them.
 
     ``tokens`` ``[B, T]``; ``probs`` (q) and ``confidence`` (q°) are ``[B, T, V]``, or ``[B, T + 1, V]`` when the
-    position after the last drafted token was asked for too.
+    position after the last drafted token was asked for too. ``calls`` counts the drafter's forward passes.
     """
 
     tokens: Int[Tensor, "B T"]
     probs: Float[Tensor, "B D V"]
     confidence: Float[Tensor, "B D V"]
+    calls: int
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What the engine asks of a drafter in one round.
+
+    Args:
+        rows: every row's tokens so far, prompt included.
+        length: tokens to draft, T.
+        uniforms: one uniform in [0, 1) for each row and drafted token ``[B, U]``, U ≥ T.
+        sampling: how tokens are drawn.
+        peek: whether to give q at the position after the drafted tokens too.
+    """
+
+    rows: Sequence[Sequence[int]]
+    length: int
+    uniforms: Float[Tensor, "B U"]
+    sampling: Sampling
+    peek: bool = False
 
 
 @runtime_checkable
 class DraftState(Protocol):
     """A drafter's view of one call of ``generate``."""
 
-    @property
-    def calls(self) -> int:
-        """Number of forward passes so far."""
+    def propose(self, request: DraftRequest) -> Draft:
+        """Draft a block after every row."""
         ...
 
-    def propose(
-        self, sequence: Int[Tensor, "B L"], gamma: int, sampling: Sampling, generator: torch.Generator, peek: bool
-    ) -> Draft:
-        """Draft ``gamma`` tokens after ``sequence``; with ``peek``, also give q at the position after them."""
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget all but at most the first ``lengths[i]`` tokens of row i."""
         ...
 
-    def rollback(self, length: int) -> None:
-        """Forget all but at most the first ``length`` tokens."""
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
         ...
 
 
@@ -61,8 +79,8 @@ class Drafter(Protocol):
     name: str
     vocab_size: int
 
-    def start(self) -> DraftState:
-        """Begin with an empty prefix."""
+    def start(self, batch: int) -> DraftState:
+        """Begin with ``batch`` empty rows."""
         ...
 
 
@@ -74,41 +92,49 @@ class ModelDrafter:
         self.name = model.name
         self.vocab_size = model.vocab_size
 
-    def start(self) -> "ModelDraftState":
-        """Begin with an empty prefix."""
-        return ModelDraftState(self.name, self.model.start())
+    def start(self, batch: int) -> "ModelDraftState":
+        """Begin with ``batch`` empty rows."""
+        return ModelDraftState(self.name, self.model.start(batch), self.model.device)
 
 
 class ModelDraftState:
-    """The drafting model's cached prefix. After a full acceptance it still owes its own last token."""
+    """The drafting model's cached rows. After a full acceptance a row still owes its own last token."""
 
-    def __init__(self, name: str, state: PrefixState) -> None:
+    def __init__(self, name: str, state: PrefixState, device: torch.device) -> None:
         self._source = f"the drafter {name}"
         self._state = state
+        self._device = device
 
-    @property
-    def calls(self) -> int:
-        """Number of forward passes so far."""
-        return self._state.calls
+    def propose(self, request: DraftRequest) -> Draft:
+        """Draft a block after every row."""
+        tokens, probs, confidence = list[Tensor](), list[Tensor](), list[Tensor]()
+        unread, counts = pad_unread(request.rows, self._state.lengths, self._device)
+        for step in range(request.length + request.peek):
+            logits = self._state.extend(unread, counts, keep=1)[:, 0]
+            probs.append(logits_to_probs(logits, request.sampling, self._source))
+            confidence.append(probs[-1] if request.sampling.is_plain else logits_to_probs(logits))
+            if step < request.length:
+                tokens.append(draw(probs[-1], request.uniforms[:, step]))
+                unread, counts = tokens[-1].unsqueeze(1), [1] * len(counts)
+        return Draft(torch.stack(tokens, 1), torch.stack(probs, 1), torch.stack(confidence, 1), calls=len(probs))
 
-    def propose(
-        self, sequence: Int[Tensor, "B L"], gamma: int, sampling: Sampling, generator: torch.Generator, peek: bool
-    ) -> Draft:
-        """Draft ``gamma`` tokens after ``sequence``; with ``peek``, also give q at the position after them."""
-        unread = sequence[:, self._state.length :]
-        tokens, probs, confidence = [], [], []
-        for step in range(gamma + peek):
-            logits = self._state.extend(unread, keep=1)[:, 0]
-            probs.append(logits_to_probs(logits, sampling, self._source))
-            confidence.append(probs[-1] if sampling.is_plain else logits_to_probs(logits))
-            if step < gamma:
-                tokens.append(draw(probs[-1], generator))
-                unread = tokens[-1].unsqueeze(1)
-        return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1), torch.stack(confidence, dim=1))
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget all but at most the first ``lengths[i]`` tokens of row i."""
+        self._state.rollback([min(pair) for pair in zip(lengths, self._state.lengths, strict=True)])
 
-    def rollback(self, length: int) -> None:
-        """Forget all but at most the first ``length`` tokens."""
-        self._state.rollback(min(length, self._state.length))
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._state.select_rows(rows)
+
+
+def pad_unread(
+    rows: Sequence[Sequence[int]], read: Sequence[int], device: torch.device
+) -> tuple[Int[Tensor, "B N"], list[int]]:
+    """Gather what each row holds beyond its first ``read[i]`` tokens, right-padded, and how many that is."""
+    unread = [list(row[start:]) for row, start in zip(rows, read, strict=True)]
+    counts = [len(tokens) for tokens in unread]
+    longest = max(counts)
+    return torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in unread], device=device), counts
 
 
 def early_exit(model: PreTrainedModel, layers: int) -> PreTrainedModel:

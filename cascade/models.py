@@ -1,12 +1,13 @@
-"""A causal language model as the engine needs it: read tokens, give logits, forget tokens.
+"""A causal language model as the engine needs it: read tokens, give logits, forget tokens, row by row.
 
 Knows no tokenizer, no rule and no sampling. `TransformersLM` adapts any decoder-only Hugging Face model; anything with
 the same two protocols will do.
 
-Shapes: ``B`` sequence, ``N`` tokens read at once, ``V`` token.
+Shapes: ``B`` row, ``N`` tokens read at once, ``V`` token.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,31 +15,33 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import new_cache, refuse_unsupported, roll_back
+from .cache import RaggedCache, refuse_unsupported, visible_keys
 
 __all__ = ["CausalLM", "PrefixState", "TransformersLM", "vocab_rows"]
 
 
 @runtime_checkable
 class PrefixState(Protocol):
-    """A model's cached view of the tokens it has read so far, for one call of ``generate``."""
+    """A model's cached view of what it has read of each row, for one call of ``generate``."""
 
     @property
-    def length(self) -> int:
-        """Number of tokens read and kept."""
+    def lengths(self) -> list[int]:
+        """Number of tokens read and kept, a row."""
         ...
 
-    @property
-    def calls(self) -> int:
-        """Number of forward passes so far."""
+    def extend(self, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int) -> Float[Tensor, "B keep V"]:
+        """Read the first ``counts[i]`` tokens of row i after its prefix (the rest is padding).
+
+        Returns the logits that follow each of the last ``keep`` tokens read of every row.
+        """
         ...
 
-    def extend(self, tokens: Int[Tensor, "B N"], keep: int) -> Float[Tensor, "B keep V"]:
-        """Read ``tokens`` after the prefix; return the logits that follow each of the last ``keep`` of them."""
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first ``lengths[i]`` tokens of row i."""
         ...
 
-    def rollback(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
         ...
 
 
@@ -54,8 +57,8 @@ class CausalLM(Protocol):
         """Where tokens are expected and logits appear."""
         ...
 
-    def start(self) -> PrefixState:
-        """Begin with an empty prefix."""
+    def start(self, batch: int) -> PrefixState:
+        """Begin with ``batch`` empty rows."""
         ...
 
 
@@ -72,16 +75,19 @@ class TransformersLM:
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         refuse_unsupported(model)
+        parameters = inspect.signature(model.forward).parameters
+        if "position_ids" not in parameters:
+            raise ValueError(f"{type(model).__name__}: rows of different lengths need a model that takes position_ids")
         rows = vocab_rows(model)
         if vocab_size is not None and not 0 < vocab_size <= rows:
             raise ValueError(f"vocab_size: expected 1 to {rows} (rows of the head), got {vocab_size}")
         self.model = model.eval()
         self.vocab_size = vocab_size or rows
         self.name = model.config.name_or_path or type(model).__name__
-        parameters = inspect.signature(model.forward).parameters
         # transformers 5.24 renamed the argument; the old name goes away later.
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
+        self.masks = _mask_kinds(model)
 
     @property
     def device(self) -> torch.device:
@@ -89,49 +95,83 @@ class TransformersLM:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
-    def start(self) -> "TransformersState":
-        """Begin with an empty prefix."""
-        return TransformersState(self)
+    def start(self, batch: int) -> "TransformersState":
+        """Begin with ``batch`` empty rows."""
+        return TransformersState(self, batch)
+
+    def attention_mask(self, positions: Int[Tensor, "B N"], end: int) -> Any:
+        """The mask that the model's layers need: one tensor, or one for each kind of layer."""
+        masks = {
+            kind: self._as_model_takes(visible_keys(positions, end, window)) for kind, window in self.masks.items()
+        }
+        return masks.get("", masks)
+
+    def _as_model_takes(self, visible: Tensor) -> Tensor:
+        if self.model.config._attn_implementation == "sdpa":
+            return visible
+        smallest = torch.finfo(self.model.dtype).min
+        return torch.where(visible, 0.0, smallest).to(self.model.dtype)
 
 
 class TransformersState:
-    """Tokens that a Hugging Face model has read, held in its key-value cache."""
+    """What a Hugging Face model has read, held in its key-value cache."""
 
-    def __init__(self, owner: TransformersLM) -> None:
+    def __init__(self, owner: TransformersLM, batch: int) -> None:
         self._owner = owner
-        self._cache = new_cache()
-        self._length = 0
-        self._calls = 0
+        self._cache = RaggedCache()
+        self._lengths = [0] * batch
 
     @property
-    def length(self) -> int:
-        """Number of tokens read and kept."""
-        return self._length
+    def lengths(self) -> list[int]:
+        """Number of tokens read and kept, a row."""
+        return self._lengths
 
-    @property
-    def calls(self) -> int:
-        """Number of forward passes so far."""
-        return self._calls
-
-    def extend(self, tokens: Int[Tensor, "B N"], keep: int) -> Float[Tensor, "B keep V"]:
-        """Read ``tokens`` after the prefix; return the logits that follow each of the last ``keep`` of them."""
+    def extend(self, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int) -> Float[Tensor, "B keep V"]:
+        """Read the first ``counts[i]`` tokens of row i; return the logits after each of the last ``keep`` of them."""
         owner = self._owner
+        positions = self._cache.place(self._lengths, tokens.shape[1], owner.device)
+        padding = tokens.shape[1] - min(counts)
         arguments: dict[str, Any] = {owner.cache_argument: self._cache, "use_cache": True}
         if owner.keeps_logits:
-            arguments["logits_to_keep"] = keep
-        logits: Tensor = owner.model(input_ids=tokens.to(owner.device), **arguments).logits
-        self._length += tokens.shape[1]
-        self._calls += 1
-        return logits[:, -keep:, : owner.vocab_size]
+            arguments["logits_to_keep"] = keep + padding
+        # Padding takes the position of a row's last token, which surely exists; nothing ever sees it.
+        last = torch.tensor([length + count - 1 for length, count in zip(self._lengths, counts, strict=True)])
+        logits: Tensor = owner.model(
+            input_ids=tokens.to(owner.device),
+            attention_mask=owner.attention_mask(positions, max(self._lengths) + tokens.shape[1]),
+            position_ids=torch.minimum(positions, last.to(owner.device).unsqueeze(1)) if padding else positions,
+            **arguments,
+        ).logits[:, -(keep + padding) :, : owner.vocab_size]
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        if not padding:
+            return logits
+        first = torch.tensor([logits.shape[1] - (tokens.shape[1] - count) - keep for count in counts])
+        index = first.unsqueeze(1) + torch.arange(keep)
+        return logits[torch.arange(len(counts)).unsqueeze(1), index]
 
-    def rollback(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
-        assert 0 <= length <= self._length, f"cannot roll back from {self._length} to {length} tokens"
-        roll_back(self._cache, self._length - length)
-        self._length = length
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first ``lengths[i]`` tokens of row i."""
+        kept = zip(lengths, self._lengths, strict=True)
+        assert all(0 <= new <= old for new, old in kept), f"cannot roll back from {self._lengths} to {lengths} tokens"
+        self._lengths = list(lengths)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._cache.select_rows(rows)
+        self._lengths = [self._lengths[row] for row in rows]
 
 
 def vocab_rows(model: PreTrainedModel) -> int:
     """Number of rows of the output head, padding rows included."""
     rows: int = model.get_output_embeddings().weight.shape[0]
     return rows
+
+
+def _mask_kinds(model: PreTrainedModel) -> dict[str, int | None]:
+    """Kind of layer → its window (None: unlimited); a single kind, under "", where the model takes one mask."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
+        return {"full_attention": None, "sliding_attention": window}
+    return {"": None if kinds else window}

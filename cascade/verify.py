@@ -58,19 +58,17 @@ def verify_block(
     target_probs: Float[Tensor, "B T V"],
     draft_probs: Float[Tensor, "B T V"],
     tokens: Int[Tensor, "B T"],
-    generator: torch.Generator,
+    uniforms: Float[Tensor, "B U"],
 ) -> Verdict:
     """Accept drafted tokens one by one with min(1, π/q); replace the first rejected one from the residual.
 
-    Everything after the first rejection is dropped. Every call takes T uniforms a row for the tests and one for the
-    replacement, whatever the outcome, so that a seed's stream does not depend on earlier luck.
+    Everything after the first rejection is dropped. Row i uses ``uniforms[i, :T]`` for the tests and the last one,
+    ``uniforms[i, -1]``, for the replacement (U ≥ T + 1).
     """
     batch, length = tokens.shape
-    uniforms = torch.rand((batch, length), generator=generator, device=generator.device).to(draft_probs.device)
-    passed = uniforms < acceptance_probability(target_probs, draft_probs, tokens)
+    passed = uniforms[:, :length].to(draft_probs) < acceptance_probability(target_probs, draft_probs, tokens)
     accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
     rows = torch.arange(batch, device=accepted.device)
     first_rejected = accepted.clamp_max(length - 1)
     excess = residual(target_probs[rows, first_rejected], draft_probs[rows, first_rejected])
-    replacement = draw(excess, generator)
-    return Verdict(accepted, torch.where(accepted == length, -1, replacement))
+    return Verdict(accepted, torch.where(accepted == length, -1, draw(excess, uniforms[:, -1])))

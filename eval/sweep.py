@@ -16,7 +16,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from ..cascade.engine import SingleModel, SpeculativeCascade
+from ..cascade.engine import SpeculativeCascade
+from ..cascade.single import SingleModel
 from ..data.pairs import Pair, PairConfig, PairIdentity, load_pair
 from ..data.progress import Progress, announce
 from ..data.prompts import Example, PromptConfig, encode_example, end_token_id, load_examples

@@ -237,10 +237,10 @@ def _cost_ratio(drafter: PreTrainedModel, verifier: PreTrainedModel) -> dict[str
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(5):
         for model, times in zip((drafter, verifier), seconds, strict=True):
-            state = TransformersLM(model).start()
-            state.extend(ids, keep=1)
+            state = TransformersLM(model).start(batch=1)
+            state.extend(ids, counts=[16], keep=1)
             start = time.perf_counter()
-            state.extend(ids[:, :1], keep=1)
+            state.extend(ids[:, :1], counts=[1], keep=1)
             times.append(time.perf_counter() - start)
     weights = [sum(p.numel() for p in model.parameters()) for model in (drafter, verifier)]
     shared = sum(p.numel() for p in verifier.get_input_embeddings().parameters())

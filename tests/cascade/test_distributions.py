@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chi2
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from speccascade.cascade.distributions import Sampling, draw, logits_to_probs, residual, total_variation
+from speccascade.cascade.distributions import Sampling, draw, draw_uniforms, logits_to_probs, residual, total_variation
 
 
 def some_logits(rows: int = 50, vocab: int = 31, seed: int = 0) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_residual_and_total_variation_of_disjoint_supports() -> None:
 def test_draw_follows_the_weights() -> None:
     weights = torch.tensor([0.0, 0.5, 1.5, 0.0, 2.0, 0.0])  # need not sum to one
     count = 40_000
-    tokens = draw(weights.expand(count, -1), torch.Generator().manual_seed(3))
+    tokens = draw(weights.expand(count, -1), torch.rand(count, generator=torch.Generator().manual_seed(3)))
     observed = tokens.bincount(minlength=6).double()
     assert observed[[0, 3, 5]].sum() == 0, "a token of weight zero was drawn"
     expected = weights[[1, 2, 4]].double() / weights.sum() * count
@@ -92,7 +92,15 @@ def test_draw_follows_the_weights() -> None:
     assert statistic < chi2.ppf(1 - 1e-6, df=2), f"chi-square {statistic:.1f}: odds of a false alarm are 1e-6"
 
 
-def test_draw_depends_on_the_generator_alone() -> None:
-    probs = logits_to_probs(some_logits())
-    first, second = (draw(probs, torch.Generator().manual_seed(1)) for _ in range(2))
-    assert torch.equal(first, second)
+def test_the_largest_uniform_still_draws_a_possible_token() -> None:
+    weights = torch.tensor([[0.2, 0.3, 0.0]])
+    below_one = torch.nextafter(torch.tensor([1.0]), torch.tensor([0.0]))
+    assert draw(weights, below_one).tolist() == [1]
+    assert draw(weights, torch.zeros(1)).tolist() == [0]
+
+
+def test_uniforms_of_a_row_do_not_depend_on_its_neighbours() -> None:
+    rows = [torch.Generator().manual_seed(seed) for seed in (5, 6, 7)]
+    together = draw_uniforms(rows, 4)
+    alone = draw_uniforms([torch.Generator().manual_seed(6)], 4)
+    assert torch.equal(together[1:2], alone)

@@ -11,6 +11,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    TextStreamer,
 )
 
 from speccascade.cascade import SingleModel, SpeculativeCascade, VerifyBlock, early_exit
@@ -79,21 +80,20 @@ def test_both_caches_equal_the_kept_prefix_after_every_round(
 ) -> None:
     verifier = tiny_llama(seed=0, layers=4)
     cascade = SpeculativeCascade(early_exit(verifier, 3), verifier, Lossless(), gamma=gamma)
-    lengths: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, int]] = []
     run_round = SpeculativeCascade._run_round
 
-    def watched(self, sequence, gamma, request, draft_state, verify_state):  # type: ignore[no-untyped-def]
-        entries = run_round(self, sequence, gamma, request, draft_state, verify_state)
-        kept = sequence.shape[1] + len(entries)
-        cached = (draft_state._state._cache.get_seq_length(), verify_state._cache.get_seq_length())
-        assert cached == (draft_state._state.length, verify_state.length)
-        lengths.append((kept, *cached))
-        return entries
+    def watched(self, rows, request, draft_state, verify_state):  # type: ignore[no-untyped-def]
+        blocks = run_round(self, rows, request, draft_state, verify_state)
+        for index, (row, block) in enumerate(zip(rows, blocks, strict=True)):
+            kept = len(row.tokens) + len(block)
+            seen.append((kept, draft_state._state.lengths[index], verify_state.lengths[index]))
+        return blocks
 
     monkeypatch.setattr(SpeculativeCascade, "_run_round", watched)
-    cascade.generate(PROMPT, max_new_tokens=40, temperature=1.0, seed=4)
-    assert len({kept - draft for kept, draft, _ in lengths}) == 2, "both full acceptance and rejection must occur"
-    for kept, draft, verify in lengths:
+    cascade.generate(PROMPT.expand(3, -1), max_new_tokens=40, temperature=1.0, seed=4)
+    assert len({kept - draft for kept, draft, _ in seen}) == 2, "both full acceptance and rejection must occur"
+    for kept, draft, verify in seen:
         assert verify == kept - 1
         assert draft in (kept - 1, kept - 2)  # after a full acceptance the drafter still owes its last token
 
@@ -198,8 +198,12 @@ def test_wrong_arguments_are_named(tiny_llama: Build) -> None:
     cascade = SpeculativeCascade(drafter, verifier, Lossless())
     with pytest.raises(ValueError, match="gamma: expected an integer >= 1, got 0"):
         SpeculativeCascade(drafter, verifier, Lossless(), gamma=0)
-    with pytest.raises(ValueError, match=r"input_ids: expected one prompt"):
-        cascade.generate(torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"input_ids: expected prompts \[B, L\]"):
+        cascade.generate(torch.ones(2, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="seed: expected an integer or one for each of 1"):
+        cascade.generate(PROMPT, seed=[1, 2])
+    with pytest.raises(ValueError, match="streamer: expected one prompt"):
+        cascade.generate(PROMPT.expand(2, -1), streamer=TextStreamer(None))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attention_mask"):
         cascade.generate(PROMPT, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
     with pytest.raises(ValueError, match="token ids from 0 to 63"):

@@ -1,7 +1,7 @@
 """Chi-square of whole sequences through the engine, against the law worked out by hand."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -33,29 +33,35 @@ class TableLM:
         self.table = torch.randn((vocab_size,) * 3, generator=torch.Generator().manual_seed(seed)) * 1.5
         self.device = torch.device("cpu")
 
-    def start(self) -> "TableState":
-        return TableState(self)
+    def start(self, batch: int) -> "TableState":
+        return TableState(self, batch)
 
     def logits_after(self, prefix: list[int]) -> torch.Tensor:
         return self.table[prefix[-2], prefix[-1]] if len(prefix) > 1 else self.table[0, prefix[-1]]
 
 
 class TableState:
-    def __init__(self, model: TableLM) -> None:
-        self.model, self.prefix, self.calls = model, list[int](), 0
+    def __init__(self, model: TableLM, batch: int) -> None:
+        self.model, self.rows = model, [list[int]() for _ in range(batch)]
 
     @property
-    def length(self) -> int:
-        return len(self.prefix)
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rows]
 
-    def extend(self, tokens: torch.Tensor, keep: int) -> torch.Tensor:
-        self.calls += 1
-        self.prefix += tokens[0].tolist()
-        ends = range(len(self.prefix) - keep + 1, len(self.prefix) + 1)
-        return torch.stack([self.model.logits_after(self.prefix[:end]) for end in ends]).unsqueeze(0)
+    def extend(self, tokens: torch.Tensor, counts: Sequence[int], keep: int) -> torch.Tensor:
+        logits = []
+        for row, new, count in zip(self.rows, tokens.tolist(), counts, strict=True):
+            row += new[:count]
+            ends = range(len(row) - keep + 1, len(row) + 1)
+            logits.append(torch.stack([self.model.logits_after(row[:end]) for end in ends]))
+        return torch.stack(logits)
 
-    def rollback(self, length: int) -> None:
-        del self.prefix[length:]
+    def rollback(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            del row[length:]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
 
 
 Logits = Callable[[list[int]], torch.Tensor]
@@ -103,29 +109,49 @@ def check_follows(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], f
 SAMPLINGS = [Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.3, top_p=0.8)]
 
 
-@pytest.mark.parametrize(("sampling", "bonus"), list(product(SAMPLINGS, ["verifier", "target"])))
-def test_sequences_follow_the_target(sampling: Sampling, bonus: str) -> None:
-    drafter, verifier, draws = TableLM(1, 4), TableLM(2, 4), 1500
-    cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, Halfway(), gamma=2, bonus=bonus)  # type: ignore[arg-type]
+def count_sequences(
+    cascade: SpeculativeCascade, sampling: Sampling, draws: int, batch: int
+) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(draws):
+    for seed in range(0, draws, batch):
         out = cascade.generate(
-            PROMPT, max_new_tokens=LENGTH, seed=seed,
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-        )  # fmt: skip
-        counts[tuple(out.sequences[0, -LENGTH:].tolist())] += 1
-    check_follows(counts, sequence_law(drafter.logits_after, verifier.logits_after, 4, sampling, bonus), draws)
+            PROMPT.expand(batch, -1),
+            max_new_tokens=LENGTH,
+            seed=seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        counts.update(tuple(row) for row in out.sequences[:, -LENGTH:].tolist())
+    return counts
 
 
-def test_sequences_of_transformers_models_follow_the_target(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
-    drafter, verifier, draws = tiny_llama(seed=1, vocab=4), tiny_llama(seed=0, layers=3, vocab=4), 800
+@pytest.mark.parametrize("batch", [1, 50])
+def test_sequences_follow_the_target(batch: int) -> None:
+    drafter, verifier, draws = TableLM(1, 4), TableLM(2, 4), 1000 if batch == 1 else 6000
+    cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, Halfway(), gamma=2)
+    law = sequence_law(drafter.logits_after, verifier.logits_after, 4, Sampling(), "verifier")
+    check_follows(count_sequences(cascade, Sampling(), draws, batch), law, draws)
+
+
+@pytest.mark.parametrize(("sampling", "bonus"), list(product(SAMPLINGS, ["verifier", "target"])))
+def test_sampling_settings_and_bonus_keep_the_law(sampling: Sampling, bonus: str) -> None:
+    drafter, verifier, draws = TableLM(3, 4), TableLM(4, 4), 6000
+    cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, Halfway(), gamma=2, bonus=bonus)  # type: ignore[arg-type]
+    law = sequence_law(drafter.logits_after, verifier.logits_after, 4, sampling, bonus)
+    check_follows(count_sequences(cascade, sampling, draws, 50), law, draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_of_transformers_models_follow_the_target(
+    tiny_llama: Callable[..., LlamaForCausalLM], dtype: torch.dtype
+) -> None:
+    drafter, verifier = tiny_llama(seed=1, vocab=4).to(dtype), tiny_llama(seed=0, layers=3, vocab=4).to(dtype)
+    draws = 4000
 
     def logits(model: LlamaForCausalLM) -> Logits:
         return lambda prefix: model(torch.tensor([prefix])).logits[0, -1].detach()
 
     cascade = SpeculativeCascade(drafter, verifier, Halfway(), gamma=2)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(draws):
-        out = cascade.generate(PROMPT, max_new_tokens=LENGTH, seed=seed, temperature=1.0)
-        counts[tuple(out.sequences[0, -LENGTH:].tolist())] += 1
-    check_follows(counts, sequence_law(logits(drafter), logits(verifier), 4, Sampling(), "verifier"), draws)
+    law = sequence_law(logits(drafter), logits(verifier), 4, Sampling(), "verifier")
+    check_follows(count_sequences(cascade, Sampling(), draws, 50), law, draws)

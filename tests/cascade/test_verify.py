@@ -37,14 +37,14 @@ def test_everything_after_the_first_rejection_is_dropped() -> None:
     # Position 0 keeps its token for sure, position 1 rejects for sure, position 2 would keep.
     q = torch.eye(3)[None, [0, 1, 2]]
     target = torch.eye(3)[None, [0, 2, 2]]
-    verdict = verify_block(target, q, torch.tensor([[0, 1, 2]]), torch.Generator().manual_seed(0))
+    verdict = verify_block(target, q, torch.tensor([[0, 1, 2]]), torch.rand(1, 4))
     assert verdict.accepted.tolist() == [1]
     assert verdict.replacement.tolist() == [2]
 
 
 def test_full_acceptance_has_no_replacement() -> None:
     q = torch.eye(3)[None, [0, 1]]
-    verdict = verify_block(q, q, torch.tensor([[0, 1]]), torch.Generator().manual_seed(0))
+    verdict = verify_block(q, q, torch.tensor([[0, 1]]), torch.rand(1, 3))
     assert verdict.accepted.tolist() == [2]
     assert verdict.replacement.tolist() == [-1]
 
@@ -55,7 +55,9 @@ def test_first_position_follows_the_target_in_many_rows(seed: int) -> None:
     q, target = random_probs(1, 1, vocab, seed=10 + seed), random_probs(1, 1, vocab, seed=20 + seed)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.multinomial(q[0, 0], rows, replacement=True, generator=generator).unsqueeze(1)
-    verdict = verify_block(target.expand(rows, -1, -1), q.expand(rows, -1, -1), tokens, generator)
+    verdict = verify_block(
+        target.expand(rows, -1, -1), q.expand(rows, -1, -1), tokens, torch.rand(rows, 2, generator=generator)
+    )
     emitted = torch.where(verdict.accepted == 1, tokens[:, 0], verdict.replacement)
     expected = target[0, 0].double() * rows
     statistic = float(((emitted.bincount(minlength=vocab) - expected) ** 2 / expected).sum())
