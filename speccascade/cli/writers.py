@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cascade.engine import SingleModel, SpeculativeCascade
+from ..cascade import SingleModel, SpeculativeCascade
 from ..cascade.results import GenerationResult
 from ..data.pairs import Pair, PairConfig, load_pair
 from ..data.prompts import PromptConfig, encode_prompt, end_token_id
