@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import Any
 
 __all__ = ["Progress", "announce"]
 
@@ -21,8 +22,9 @@ class Progress:
         self._description, self._total, self._unit, self._log_every = description, total, unit, log_every
         self._done = 0
         self._skipped = 0
+        self._logged = -1
         self._start = self._last_line = time.monotonic()
-        self._bar = None
+        self._bar: Any = None
         if sys.stderr.isatty():
             self._bar = _rich_bar()
             self._task = self._bar.add_task(description, total=total, rate="")
@@ -39,7 +41,7 @@ class Progress:
         """Stop the bar; in a batch job, close with the totals."""
         if self._bar is not None:
             self._bar.stop()
-        elif kind is None:
+        elif kind is None and self._done != self._logged:
             announce(self._line())
 
     @property
@@ -63,7 +65,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, rate=f"{self.rate:,.0f} {self._unit}/s")
         elif time.monotonic() - self._last_line >= self._log_every:
-            self._last_line = time.monotonic()
+            self._last_line, self._logged = time.monotonic(), self._done
             announce(self._line())
 
     def _line(self) -> str:
@@ -72,7 +74,8 @@ class Progress:
         return f"{self._description}: {self._done:,}/{self._total:,} {self._unit}, {self.rate:,.0f}/s{remaining}"
 
 
-def _rich_bar():  # type: ignore[no-untyped-def]  # Rich is imported late: it is needed on terminals only
+def _rich_bar() -> Any:
+    # Imported late: Rich is needed on terminals only.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
