@@ -35,10 +35,10 @@ format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 
 types: $(INSTALLED)/.stamp  ## mypy --strict on an installed copy
-	cd $(INSTALLED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p speccascade
+	cd $(INSTALLED) && $(abspath $(BIN))/mypy --cache-dir $(CURDIR)/.mypy_cache -p speccascade
 
 layers: $(INSTALLED)/.stamp  ## the direction of imports, on an installed copy
-	cd $(INSTALLED) && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.import_linter_cache
+	cd $(INSTALLED) && $(abspath $(BIN))/lint-imports --cache-dir $(CURDIR)/.import_linter_cache
 
 tests: $(STAMP)  ## pytest, one thread a worker
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -65,4 +65,5 @@ SOURCES := $(shell find cascade router data training eval configs speccascade -n
 $(INSTALLED)/.stamp: $(STAMP) $(SOURCES)
 	@rm -rf build
 	@$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target $(INSTALLED) .
+	@cp pyproject.toml $(INSTALLED)
 	@touch $@

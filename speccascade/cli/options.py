@@ -46,6 +46,7 @@ class CommandLine(Generic[ConfigT]):
         self.config_class = config_class
         self.positional = positional
         self.leaves = leaf_types(config_class)
+        self.names = list(dict.fromkeys(leaf.partition(".")[0] for leaf in self.leaves))
         self.parser = _build_parser(command, config_class, description, example, positional)
 
     def parse(self, arguments: Sequence[str]) -> ConfigT:
@@ -65,7 +66,7 @@ class CommandLine(Generic[ConfigT]):
             values = vars(self.parser.instantiate(self.parser.parse_args(flags)))
             if self.positional is not None and words:
                 values[self.positional] = words
-            return self.config_class(**{field.name: values[field.name] for field in fields(self.config_class)})
+            return self.config_class(**{name: values[name] for name in self.names})
         except (ArgumentError, TypeError, ValueError) as error:
             raise UsageError(_shorten(error)) from error
 
@@ -152,8 +153,8 @@ def _build_parser(
 class _Parser(jsonargparse.ArgumentParser):
     """Shows flags as they are best typed; both spellings are understood."""
 
-    def format_help(self) -> str:
-        text = re.sub(r"--[a-z][a-z_.]*", lambda flag: _dashed(flag.group()), super().format_help())
+    def format_help(self, formatter: Any = None) -> str:
+        text = re.sub(r"--[a-z][a-z_.]*", lambda flag: _dashed(flag.group()), super().format_help(formatter))
         text = re.sub(r"(--\S+ \[ITEM,\.\.\.\]), --\S+\+ \[ITEM,\.\.\.\]", r"\1", text)
         return re.sub(r"--(\S+) \{true,false\}", lambda flag: f"--[no-]{flag[1]}".ljust(len(flag[0])), text)
 
