@@ -1,4 +1,4 @@
-"""Train a router on traces: ``python train_router.py --config configs/train/demo.yaml``, as ``speccascade train`` does."""
+"""Train a router: ``python train_router.py --config configs/train/demo.yaml``, the same as ``speccascade train``."""
 
 import sys
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,12 @@ def test_packaged_configs_are_found_from_anywhere(tmp_path, monkeypatch) -> None
     assert found.is_file()
     with pytest.raises(shell.UsageError, match=r"did you mean 'configs/train/demo\.yaml'"):
         shell.find_config("configs/train/dmo.yaml")
+
+
+def test_train_router_is_the_train_command() -> None:
+    root = Path(shell.__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "train_router.py", "--model.knd", "mlp"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "unknown option --model.knd, did you mean --model.kind?" in done.stderr
