@@ -111,6 +111,10 @@ def build_features(stats: Stats, feature_set: str) -> Float[Tensor, "*batch F"]:
 
     Raises:
         ValueError: the feature set is unknown.
+
+    >>> probs = torch.tensor([0.75, 0.25])
+    >>> build_features(Stats(probs, probs, probs, probs), "draft_only")
+    tensor([0.7500, 0.5000, 1.0986, 0.0000, 0.4462])
     """
     parts = []
     for transform, columns in _plan(_names(feature_set)):

@@ -1,7 +1,8 @@
 """Heads: features of a position to the expected gain in quality if the verifier writes it instead of the drafter.
 
-The optimal rule defers iff the gap E[ℓ(v, q)] − E[ℓ(v, p)] exceeds α · D_TV(p, q) (math.md section 7). The distance is
-known at verify time, so only the gap is learned, and one head serves every α.
+The optimal rule defers iff the gap E[ℓ(v, q)] − E[ℓ(v, p)] exceeds α · D_TV(p, q) ("The optimal rule,
+and learning it" in docs/theory.md). The distance is known at verify time, so only the gap is learned, and one head
+serves every α.
 
 What is known exactly is not learned: normalisation and the treatment of missing values are part of the graph, a gap
 of two probabilities stays in [−1, 1], and where both argmaxes agree the 0-1 gap is zero whatever the truth.
@@ -154,6 +155,10 @@ def make_head(
 
     Raises:
         ValueError: an unknown name, answered with the nearest, or a width below one.
+
+    >>> head = make_head("linear", "gap", feature_set="draft_only")
+    >>> head(torch.zeros(3, head.width)).shape
+    torch.Size([3, 2])
     """
     check_choice("kind", kind, HEAD_KINDS)
     check_choice("estimator", estimator, ESTIMATORS)

@@ -78,7 +78,7 @@ def test_a_gap_head_has_no_confidences(weighted_head: Callable[..., RouterHead])
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_parameters_are_distinct(kind: str) -> None:
-    """Layers that share one module look deep and are not (cases: "three layers" that were one)."""
+    """Layers that share one module look deep and are not."""
     hidden = (8, 8, 8)
     head = make_head(kind, "gap", "draft_only", hidden)
     widths = [5, *(hidden if kind == "mlp" else ()), 2]

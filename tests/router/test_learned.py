@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speccascade import LearnedRouter
+from speccascade import LearnedRouter, SpeculativeCascade, rules
 from speccascade.cascade import Stats, VerifyBlock, emission_law
 from speccascade.cascade.verify import rejection_probability
 from speccascade.router.bundle import Bundle
@@ -111,6 +111,21 @@ def test_statistics_of_any_shape(router: LearnedRouter, make_stats: Callable[...
     gap, defer = router.gap(stats), router.defer(stats)
     assert gap.shape == defer.shape == shape and defer.dtype == torch.bool
     torch.testing.assert_close(gap.flatten(), router.gap(flat).flatten()[:size], rtol=0, atol=1e-6)
+
+
+def test_the_engine_runs_it_like_any_rule(router: LearnedRouter, tiny_llama: Callable[..., object]) -> None:
+    drafter, verifier = tiny_llama(seed=0, layers=1), tiny_llama(seed=1)
+    prompt, settings = torch.tensor([[1, 5, 9]]), {"max_new_tokens": 12, "seed": 0, "ledger": True}
+
+    def generate(rule: object, **options: object) -> object:
+        return SpeculativeCascade(drafter, verifier, rule=rule, gamma=3).generate(prompt, **settings, **options)
+
+    for temperature in (0.0, 1.0):
+        lossless = generate(rules.SpecDecode(), temperature=temperature)
+        always = generate(router.with_alpha(-1e9), temperature=temperature)
+        assert torch.equal(always.sequences, lossless.sequences)
+        never = generate(router.with_alpha(1e9), temperature=temperature)
+        assert never.stats.rejected == 0 and never.stats.deferred == 0
 
 
 def test_both_backends_decide_alike(exported: Path, make_stats: Callable[..., Stats]) -> None:
