@@ -63,7 +63,7 @@ class Progress:
         """Count finished work and show it."""
         self._done += amount
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, rate=f"{self.rate:,.0f} {self._unit}/s")
+            self._bar.update(self._task, completed=self._done, rate=f"{_pace(self.rate)} {self._unit}/s")
         elif time.monotonic() - self._last_line >= self._log_every:
             self._last_line, self._logged = time.monotonic(), self._done
             announce(self._line())
@@ -71,7 +71,16 @@ class Progress:
     def _line(self) -> str:
         left = (self._total - self._done) / self.rate if self.rate > 0 else float("inf")
         remaining = f", {left:.0f} s left" if 0 < left < float("inf") else ""
-        return f"{self._description}: {self._done:,}/{self._total:,} {self._unit}, {self.rate:,.0f}/s{remaining}"
+        return f"{self._description}: {self._done:,}/{self._total:,} {self._unit}, {_pace(self.rate)}/s{remaining}"
+
+
+def _pace(rate: float) -> str:
+    """A rate with the digits that say something: thousands of positions, or a third of a step.
+
+    >>> _pace(12345.6), _pace(0.3456)
+    ('12,346', '0.35')
+    """
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _rich_bar() -> Any:
