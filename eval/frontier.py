@@ -83,25 +83,60 @@ class _Curve:
     path: list[int]
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """All settings of one loss, measured together: means ``[M, 4]``, resampled losses and rejections ``[R, M]``."""
+
+    means: Array
+    losses: Array
+    rejections: Array
+    drafter: int
+    lossless: int
+
+    def loss(self, column: int) -> Interval:
+        """Mean loss of one setting."""
+        return interval(self.means[column, 0], self.losses[:, column])
+
+    @property
+    def limit(self) -> Interval:
+        """Rejection of lossless decoding, the largest budget of interest."""
+        return interval(self.means[self.lossless, 1], self.rejections[:, self.lossless])
+
+    def area(self, path: list[int]) -> tuple[float, Array]:
+        """Mean loss over all budgets of the curve through some settings, and in every resample."""
+        return (
+            float(curve_area(self.means[path, 1], self.means[path, 0], self.means[self.lossless, 1])),
+            curve_area(self.rejections[:, path], self.losses[:, path], self.rejections[:, self.lossless]),
+        )
+
+    def at(self, path: list[int], share: float) -> tuple[float, Array]:
+        """Loss of such a curve at a share of lossless decoding's rejection, and in every resample."""
+        budget, budgets = share * self.means[self.lossless, 1], share * self.rejections[:, self.lossless]
+        return (
+            float(curve_at(self.means[path, 1], self.means[path, 0], budget)),
+            curve_at(self.rejections[:, path], self.losses[:, path], budgets),
+        )
+
+
 class _Ledger:
     """Per-prompt sums of every setting measured, side by side, so that all of them are resampled together."""
 
-    def __init__(self, replay: Replay, config: FrontierConfig) -> None:
+    def __init__(self, replay: Replay, loss: str, config: FrontierConfig) -> None:
         self.counts = sum_by_prompt(np.ones(len(replay)), replay.prompt_index, replay.num_prompts)[:, 0]
         self.weights = bootstrap_weights(replay.num_prompts, config.resamples, config.seed)
         self._sums: list[Array] = []
+        self.drafter, self.lossless = (self.add(replay.sum_outcome(end)) for end in _end_points(replay, loss))
 
     def add(self, sums: Array) -> int:
         """Enter one setting, ``[P, 4]``, and return its column."""
         self._sums.append(sums)
         return len(self._sums) - 1
 
-    def close(self) -> tuple[Array, Array, Array]:
-        """Means of all settings ``[M, 4]``, and resampled losses and rejections ``[R, M]``."""
+    def close(self) -> _Measured:
+        """Average and resample."""
         sums = np.stack(self._sums, axis=1)
-        means = sums.sum(axis=0) / self.counts.sum()
         losses, rejections = (resampled_means(sums[:, :, part], self.counts, self.weights) for part in (0, 1))
-        return means, losses, rejections
+        return _Measured(sums.sum(axis=0) / self.counts.sum(), losses, rejections, self.drafter, self.lossless)
 
 
 def measure_frontiers(
@@ -124,36 +159,32 @@ def measure_frontiers(
 def _measure_loss(
     loss: str, methods: Sequence[Method], validation: Replay, test: Replay, config: FrontierConfig
 ) -> Frontiers:
-    ledger = _Ledger(test, config)
-    ends = [ledger.add(test.sum_outcome(outcome)) for outcome in _end_points(test, loss)]
-    curves = [_measure_method(method, loss, validation, test, ledger, ends, config) for method in methods]
+    ledger = _Ledger(test, loss, config)
+    curves = [_measure_method(method, loss, validation, test, ledger, config) for method in methods]
     bound = [ledger.add(test.sum_outcome(outcome)) for outcome in _clairvoyant(test, loss)]
-    means, losses, rejections = ledger.close()
-    limit, limits = means[ends[1], 1], rejections[:, ends[1]]
-    if limit <= 0:
+    measured = ledger.close()
+    if measured.limit.value <= 0:
         raise ValueError(f"traces: the two models never differ under loss {loss!r}; there is nothing to cascade")
+    summary = {"note": LOSS_NOTES[loss], "positions": len(test), "prompts": test.num_prompts}
+    summary |= _summarise(loss, curves, bound, measured, config)
+    curve_table = pd.concat([_curve_table(loss, *drawn, measured) for drawn in _named_paths(curves, bound)])
+    return Frontiers(_point_table(loss, curves, bound, measured), curve_table, summary)
+
+
+def _summarise(
+    loss: str, curves: list[_Curve], bound: list[int], measured: _Measured, config: FrontierConfig
+) -> dict[str, Any]:
+    """Areas, distances, losses at the budgets, paired comparisons and the verdict."""
     paths = {curve.method.name: curve.path for curve in curves}
-    areas = {
-        name: (
-            float(curve_area(means[path, 1], means[path, 0], limit)),
-            curve_area(rejections[:, path], losses[:, path], limits),
-        )
-        for name, path in {**paths, "clairvoyant": bound}.items()
-    }
-    at_budgets = {
-        name: _at_budgets(path, means, losses, rejections, limit, limits, config.budgets)
-        for name, path in paths.items()
-    }
-    kinds = {method.name: method.kind for method in methods}
-    labels = {method.name: method.label for method in methods}
+    kinds = {curve.method.name: curve.method.kind for curve in curves}
+    labels = {curve.method.name: curve.method.label for curve in curves}
+    areas = {name: measured.area(path) for name, path in {**paths, "clairvoyant": bound}.items()}
+    at_budgets = {name: [measured.at(path, share) for share in config.budgets] for name, path in paths.items()}
     comparisons = compare_frontiers(areas, at_budgets, kinds, config.budgets)
-    summary = {
-        "note": LOSS_NOTES[loss],
-        "positions": len(test),
-        "prompts": test.num_prompts,
-        "rejection_of_lossless": _as_dict(interval(limit, limits)),
-        "drafter_loss": _as_dict(interval(means[ends[0], 0], losses[:, ends[0]])),
-        "verifier_loss": _as_dict(interval(means[ends[1], 0], losses[:, ends[1]])),
+    return {
+        "rejection_of_lossless": _as_dict(measured.limit),
+        "drafter_loss": _as_dict(measured.loss(measured.drafter)),
+        "verifier_loss": _as_dict(measured.loss(measured.lossless)),
         "area": {name: _as_dict(interval(*area)) for name, area in areas.items()},
         "distance_percent": _distances(areas),
         "budgets": list(config.budgets),
@@ -163,8 +194,6 @@ def _measure_loss(
         "comparisons": comparisons,
         "verdict": state_verdict(loss, comparisons, kinds, labels),
     }
-    points = _point_table(loss, curves, ends, bound, means, losses)
-    return Frontiers(points, _curve_table(loss, curves, bound, means, losses, rejections, limit, limits), summary)
 
 
 def _end_points(replay: Replay, loss: str) -> tuple[Outcome, Outcome]:
@@ -175,13 +204,7 @@ def _end_points(replay: Replay, loss: str) -> tuple[Outcome, Outcome]:
 
 
 def _measure_method(
-    method: Method,
-    loss: str,
-    validation: Replay,
-    test: Replay,
-    ledger: _Ledger,
-    ends: list[int],
-    config: FrontierConfig,
+    method: Method, loss: str, validation: Replay, test: Replay, ledger: _Ledger, config: FrontierConfig
 ) -> _Curve:
     """Turn one dial: settings and hull from validation, then the same settings on test."""
     chosen_on = [validation.sum_outcome(outcome) for outcome in _end_points(validation, loss)]
@@ -195,7 +218,7 @@ def _measure_method(
     mean_loss, rejection = np.stack([sums.sum(axis=0)[:2] for sums in chosen_on], axis=1) / len(validation)
     affordable = np.flatnonzero(rejection <= limit * (1 + 1e-9))
     hull = affordable[budget_hull(rejection[affordable], mean_loss[affordable])]
-    columns = [*ends, *settings]
+    columns = [ledger.drafter, ledger.lossless, *settings]
     return _Curve(method, alphas, settings, [columns[index] for index in hull])
 
 
@@ -212,24 +235,6 @@ def _clairvoyant(replay: Replay, loss: str) -> list[Outcome]:
     return [replay.choice((rate >= threshold) & (gain > 0), loss) for threshold in thresholds]
 
 
-def _at_budgets(
-    path: list[int],
-    means: Array,
-    losses: Array,
-    rejections: Array,
-    limit: float,
-    limits: Array,
-    budgets: Sequence[float],
-) -> list[tuple[float, Array]]:
-    return [
-        (
-            float(curve_at(means[path, 1], means[path, 0], share * limit)),
-            curve_at(rejections[:, path], losses[:, path], share * limits),
-        )
-        for share in budgets
-    ]
-
-
 def _distances(areas: dict[str, tuple[float, Array]]) -> dict[str, dict[str, float]]:
     """Distance of each frontier from the clairvoyant's, OPT's being 100."""
     if "opt" not in areas:
@@ -243,63 +248,41 @@ def _distances(areas: dict[str, tuple[float, Array]]) -> dict[str, dict[str, flo
     }
 
 
-def _point_table(
-    loss: str, curves: list[_Curve], ends: list[int], bound: list[int], means: Array, losses: Array
-) -> pd.DataFrame:
+def _point_table(loss: str, curves: list[_Curve], bound: list[int], measured: _Measured) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, label: str, kind: str, alpha: float, column: int, chosen: bool) -> None:
-        mean_loss, rejection, rejection_high, deferral = means[column]
-        spread = interval(mean_loss, losses[:, column])
+    def add(name: str, label: str, kind: str, column: int, alpha: float = float("nan"), chosen: bool = True) -> None:
+        mean_loss, rejection, rejection_high, deferral = measured.means[column]
+        spread = measured.loss(column)
         rows.append(
             {"loss": loss, "method": name, "label": label, "kind": kind, "alpha": alpha, "rejection": rejection,
              "rejection_high": rejection_high, "deferral": deferral, "quality": 1 - mean_loss,
              "quality_low": 1 - spread.high, "quality_high": 1 - spread.low, "chosen": chosen}
         )  # fmt: skip
 
-    add("drafter", "Drafter alone", "end", float("nan"), ends[0], True)
-    add("specdecode", "SpecDecode", "end", float("nan"), ends[1], True)
+    add("drafter", "Drafter alone", "end", measured.drafter)
+    add("specdecode", "SpecDecode", "end", measured.lossless)
     for curve in curves:
         for alpha, column in zip(curve.alphas, curve.settings, strict=True):
-            add(curve.method.name, curve.method.label, curve.method.kind, alpha, column, column in curve.path)
+            add(curve.method.name, curve.method.label, curve.method.kind, column, alpha, column in curve.path)
     for column in bound:
-        add("clairvoyant", "Clairvoyant bound", "bound", float("nan"), column, True)
+        add("clairvoyant", "Clairvoyant bound", "bound", column)
     return pd.DataFrame(rows)
 
 
-def _curve_table(
-    loss: str,
-    curves: list[_Curve],
-    bound: list[int],
-    means: Array,
-    losses: Array,
-    rejections: Array,
-    limit: float,
-    limits: Array,
-) -> pd.DataFrame:
-    """Each frontier at even shares of lossless decoding's rejection, with pointwise intervals."""
+def _named_paths(curves: list[_Curve], bound: list[int]) -> list[tuple[str, str, str, list[int]]]:
     named = [(curve.method.name, curve.method.label, curve.method.kind, curve.path) for curve in curves]
-    named.append(("clairvoyant", "Clairvoyant bound", "bound", bound))
-    tables = []
-    for name, label, kind, path in named:
-        drawn = _at_budgets(path, means, losses, rejections, limit, limits, _CURVE_STEPS.tolist())
-        spreads: list[Interval] = [interval(value, samples) for value, samples in drawn]
-        tables.append(
-            pd.DataFrame(
-                {
-                    "loss": loss,
-                    "method": name,
-                    "label": label,
-                    "kind": kind,
-                    "budget": _CURVE_STEPS,
-                    "rejection": _CURVE_STEPS * limit,
-                    "quality": [1 - one.value for one in spreads],
-                    "quality_low": [1 - one.high for one in spreads],
-                    "quality_high": [1 - one.low for one in spreads],
-                }
-            )
-        )
-    return pd.concat(tables, ignore_index=True)
+    return [*named, ("clairvoyant", "Clairvoyant bound", "bound", bound)]
+
+
+def _curve_table(loss: str, name: str, label: str, kind: str, path: list[int], measured: _Measured) -> pd.DataFrame:
+    """One frontier at even shares of lossless decoding's rejection, with pointwise intervals."""
+    spreads = [interval(*measured.at(path, share)) for share in _CURVE_STEPS.tolist()]
+    rejections = _CURVE_STEPS * measured.limit.value
+    qualities = [(1 - spread.value, 1 - spread.high, 1 - spread.low) for spread in spreads]
+    table = pd.DataFrame(qualities, columns=["quality", "quality_low", "quality_high"])
+    names = {"loss": loss, "method": name, "label": label, "kind": kind}
+    return table.assign(**names, budget=_CURVE_STEPS, rejection=rejections)
 
 
 def _as_dict(measured: Interval) -> dict[str, float]:
