@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .progress import announce
+from .progress import announce, quiet_transformers
 from .suggest import unknown_name
 
 __all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "gsm8k"]
@@ -89,7 +89,8 @@ def fetch(name: str) -> Path:
             gguf_file = staging / "gguf" / payload.file_name
             _download(payload, gguf_file)
             announce(f"Converting {name} from GGUF to bfloat16 safetensors (once, about half a minute)")
-            _convert_gguf(gguf_file, staging, payload)
+            with quiet_transformers():
+                _convert_gguf(gguf_file, staging, payload)
             shutil.rmtree(gguf_file.parent)
         announce(f"Model ready: {target}")
     return target

@@ -21,6 +21,7 @@ import torch
 
 from ..cascade.drafters import early_exit
 from .embedded import fetch
+from .progress import quiet_transformers
 
 __all__ = ["Pair", "PairConfig", "PairIdentity", "load_model", "load_pair", "load_tokenizer", "vocabulary_fingerprint"]
 
@@ -127,7 +128,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto", role: str =
         raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
     where = _resolve_device(device)
     path = _resolve_name(name, role)
-    with _quiet_transformers(), _named_failure(name, role):
+    with quiet_transformers(), _named_failure(name, role):
         config = AutoConfig.from_pretrained(path)
         if config.is_encoder_decoder:
             raise ValueError(
@@ -143,7 +144,7 @@ def load_tokenizer(name: str, role: str = "model") -> Any:
     """Load the tokenizer of a model by the same names as `load_model`."""
     from transformers import AutoTokenizer
 
-    with _quiet_transformers(), _named_failure(name, f"tokenizer of the {role}"):
+    with quiet_transformers(), _named_failure(name, f"tokenizer of the {role}"):
         return AutoTokenizer.from_pretrained(_resolve_name(name, role))
 
 
@@ -251,17 +252,3 @@ def _named_failure(name: str, role: str) -> Iterator[None]:
             raise
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FileNotFoundError(f"{role} {name!r} cannot be loaded: {reason}") from error
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep the library's loading bars out of the terminal; the stages say what they do themselves."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Progress", "announce"]
+__all__ = ["Progress", "announce", "quiet_transformers"]
 
 
 def announce(message: str) -> None:
@@ -97,3 +99,17 @@ def _rich_bar() -> Any:
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the library's loading bars out of the terminal; the stages say what they do themselves."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
