@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch (once, about a minute)"
 	@$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0
 	@echo "installing speccascade and what it needs (once, about two minutes)"
-	@$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'
+	@$(PIP) install --quiet --use-pep517 $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'
 	@touch $@
 
 # Built afresh each time from clean folders: setuptools would otherwise carry files of an earlier build along.
