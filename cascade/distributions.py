@@ -24,11 +24,19 @@ class Sampling:
         temperature: divides the logits; 0 means the one-hot limit at the argmax (ties: the lowest id).
         top_k: keep the k most probable tokens (0 keeps all).
         top_p: keep the smallest set whose mass reaches top_p (1 keeps all).
+        min_p: drop tokens less probable than min_p times the most probable one (0 keeps all).
+        repetition_penalty: weakens tokens that the row already holds, prompt included (1 changes nothing).
+        bad_words: sequences of token ids that are never completed.
+        suppress_tokens: token ids that are never drawn.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -37,6 +45,17 @@ class Sampling:
             raise ValueError(f"top_k: expected an integer >= 0 (0 keeps every token), got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: expected a number in [0, 1], got {self.min_p!r}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty: expected a finite number > 0, got {self.repetition_penalty!r}")
+        if not all(self.bad_words):
+            raise ValueError("bad_words: expected sequences of at least one token, got an empty one")
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether logits are changed before they become probabilities, some of them by what the row already holds."""
+        return self.repetition_penalty != 1 or bool(self.bad_words) or bool(self.suppress_tokens)
 
     @property
     def is_greedy(self) -> bool:
@@ -46,7 +65,8 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """Whether processed and raw distributions are one and the same (T = 1, nothing cut off)."""
-        return self.temperature == 1 and self.top_k == 0 and self.top_p == 1
+        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.temperature == 1 and not cuts and not self.reads_history
 
 
 def logits_to_probs(
@@ -54,7 +74,8 @@ def logits_to_probs(
 ) -> Float[Tensor, "*batch V"]:
     """Turn logits into float32 probabilities under ``sampling`` (default: temperature 1, nothing cut off).
 
-    ``-inf`` marks a token that cannot be drawn. Temperature, top-k and top-p apply in that order, as in transformers.
+    ``-inf`` marks a token that cannot be drawn. Temperature, top-k, top-p and min-p apply in that order, as in
+    transformers; penalties and bans come before, by `speccascade.cascade.processing`.
 
     Raises:
         ValueError: a row holds NaN or +inf, or no finite logit at all; the message names ``source`` and the row.
@@ -73,7 +94,9 @@ def logits_to_probs(
         kth_logit = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth_logit, -math.inf)
     probs = logits.softmax(dim=-1)
-    return probs if sampling.top_p == 1 else _keep_nucleus(probs, sampling.top_p)
+    if sampling.top_p < 1:
+        probs = _keep_nucleus(probs, sampling.top_p)
+    return probs if sampling.min_p == 0 else _keep_likely(probs, sampling.min_p)
 
 
 def one_hot_argmax(scores: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
@@ -127,4 +150,9 @@ def _keep_nucleus(probs: Tensor, top_p: float) -> Tensor:
     mass_above = descending.cumsum(dim=-1) - descending
     kept = descending.masked_fill(mass_above >= top_p, 0)
     kept = torch.zeros_like(probs).scatter_(-1, order, kept)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _keep_likely(probs: Tensor, min_p: float) -> Tensor:
+    kept = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0)
     return kept / kept.sum(dim=-1, keepdim=True)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .distributions import Sampling, draw, logits_to_probs
 from .models import CausalLM, PrefixState
+from .processing import process_logits
 
 __all__ = ["Draft", "DraftRequest", "DraftState", "Drafter", "ModelDrafter", "early_exit", "pad_unread"]
 
@@ -108,14 +109,17 @@ class ModelDraftState:
     def propose(self, request: DraftRequest) -> Draft:
         """Draft a block after every row."""
         tokens, probs, confidence = list[Tensor](), list[Tensor](), list[Tensor]()
+        sampling, histories = request.sampling, request.rows
         unread, counts = pad_unread(request.rows, self._state.lengths, self._device)
         for step in range(request.length + request.peek):
-            logits = self._state.extend(unread, counts, keep=1)[:, 0]
-            probs.append(logits_to_probs(logits, request.sampling, self._source))
-            confidence.append(probs[-1] if request.sampling.is_plain else logits_to_probs(logits))
+            logits = self._state.extend(unread, counts, keep=1)
+            probs.append(logits_to_probs(process_logits(logits, histories, sampling), sampling, self._source)[:, 0])
+            confidence.append(probs[-1] if sampling.is_plain else logits_to_probs(logits)[:, 0])
             if step < request.length:
                 tokens.append(draw(probs[-1], request.uniforms[:, step]))
                 unread, counts = tokens[-1].unsqueeze(1), [1] * len(counts)
+                if sampling.reads_history:
+                    histories = [[*row, token] for row, token in zip(histories, tokens[-1].tolist(), strict=True)]
         return Draft(torch.stack(tokens, 1), torch.stack(probs, 1), torch.stack(confidence, 1), calls=len(probs))
 
     def rollback(self, lengths: Sequence[int]) -> None:

@@ -21,7 +21,8 @@ from .blocks import TargetRule, VerifyBlock
 from .distributions import Sampling, draw, draw_uniforms, logits_to_probs
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, pad_unread
 from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
-from .requests import Request, Row, Streamer, build_stopping, check_request, collect_result
+from .processing import process_logits
+from .requests import Request, Row, Streamer, build_sampling, build_stopping, check_request, collect_result
 from .results import GenerationResult, LedgerEntry
 from .stopping import Decoder
 from .verify import Verdict, verify_block
@@ -87,6 +88,10 @@ class SpeculativeCascade:
         ledger: bool = False,
         tokenizer: Decoder | None = None,
         pad_token_id: int | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        bad_words_ids: Sequence[Sequence[int]] | None = None,
+        suppress_tokens: Sequence[int] | None = None,
     ) -> GenerationResult:
         """Generate after each prompt of a batch.
 
@@ -105,6 +110,10 @@ class SpeculativeCascade:
             ledger: whether to record who wrote each token.
             tokenizer: read for ``stop_strings`` only.
             pad_token_id: fills shorter rows on the right; default: the lowest end token, or 0.
+            min_p: both models drop tokens less probable than min_p times their most probable one; 0 keeps all.
+            repetition_penalty: weakens tokens that a row already holds, for both models at every position.
+            bad_words_ids: sequences of tokens that are never completed.
+            suppress_tokens: tokens that are never drawn.
 
         Raises:
             ValueError: an argument out of range, or logits that are not finite.
@@ -113,7 +122,7 @@ class SpeculativeCascade:
             input_ids,
             attention_mask,
             self.verifier.vocab_size,
-            Sampling(temperature, top_k, top_p),
+            build_sampling(temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, suppress_tokens),
             build_stopping(max_new_tokens, eos_token_id, stop_strings, tokenizer),
             seed,
             streamer,
@@ -185,7 +194,8 @@ class SpeculativeCascade:
         drafted = [row.tokens + new for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
         unread, counts = pad_unread(drafted, verify_state.lengths, device)
         logits = verify_state.extend(unread, counts, keep=length + 1)
-        probs = logits_to_probs(logits, sampling, f"the verifier {self.verifier.name}")
+        processed = process_logits(logits, drafted, sampling)
+        probs = logits_to_probs(processed, sampling, f"the verifier {self.verifier.name}")
         confidence = probs if sampling.is_plain else logits_to_probs(logits)
         draft_probs, draft_confidence = draft.probs.to(probs.device), draft.confidence.to(probs.device)
         starts = torch.tensor([[len(row.tokens)] for row in rows], device=probs.device)

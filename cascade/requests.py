@@ -88,6 +88,20 @@ def check_request(
     return Request(rows, sampling, stopping)
 
 
+def build_sampling(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    bad_words_ids: Sequence[Sequence[int]] | None,
+    suppress_tokens: Sequence[int] | None,
+) -> Sampling:
+    """Gather the arguments of ``generate`` that shape the distributions."""
+    bad_words = tuple(tuple(word) for word in bad_words_ids or ())
+    return Sampling(temperature, top_k, top_p, min_p, repetition_penalty, bad_words, tuple(suppress_tokens or ()))
+
+
 def build_stopping(
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None,

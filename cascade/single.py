@@ -9,11 +9,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .distributions import Sampling, draw, draw_uniforms, logits_to_probs
+from .distributions import draw, draw_uniforms, logits_to_probs
 from .drafters import pad_unread
 from .engine import as_language_model
 from .models import CausalLM, vocab_rows
-from .requests import Streamer, build_stopping, check_request, collect_result
+from .processing import process_logits
+from .requests import Streamer, build_sampling, build_stopping, check_request, collect_result
 from .results import GenerationResult, LedgerEntry
 from .stopping import Decoder
 
@@ -57,13 +58,17 @@ class SingleModel:
         ledger: bool = False,
         tokenizer: Decoder | None = None,
         pad_token_id: int | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        bad_words_ids: Sequence[Sequence[int]] | None = None,
+        suppress_tokens: Sequence[int] | None = None,
     ) -> GenerationResult:
         """Generate after each prompt, token by token; arguments as in `SpeculativeCascade.generate`."""
         request = check_request(
             input_ids,
             attention_mask,
             self.model.vocab_size,
-            Sampling(temperature, top_k, top_p),
+            build_sampling(temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, suppress_tokens),
             build_stopping(max_new_tokens, eos_token_id, stop_strings, tokenizer),
             seed,
             streamer,
@@ -75,8 +80,10 @@ class SingleModel:
             streamer.put(input_ids.cpu())
         while active:
             unread, counts = pad_unread([row.tokens for row in active], state.lengths, self.model.device)
-            logits = state.extend(unread, counts, keep=1)[:, 0]
-            probs = logits_to_probs(logits, request.sampling, f"the model {self.model.name}")
+            logits = process_logits(
+                state.extend(unread, counts, keep=1), [row.tokens for row in active], request.sampling
+            )
+            probs = logits_to_probs(logits, request.sampling, f"the model {self.model.name}")[:, 0]
             tokens = draw(probs, draw_uniforms([row.generator for row in active], 1)[:, 0]).tolist()
             going = list[int]()
             for index, (row, token) in enumerate(zip(active, tokens, strict=True)):
