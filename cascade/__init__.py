@@ -7,6 +7,7 @@ from .blocks import TargetRule, VerifyBlock
 from .distributions import Sampling, logits_to_probs
 from .drafters import ModelDrafter, early_exit
 from .engine import SpeculativeCascade
+from .lookup import PromptLookupDrafter
 from .models import TransformersLM
 from .single import SingleModel
 from .statistics import STAT_FIELDS, Stats
@@ -15,6 +16,7 @@ from .verify import emission_law
 __all__ = [
     "STAT_FIELDS",
     "ModelDrafter",
+    "PromptLookupDrafter",
     "Sampling",
     "SingleModel",
     "SpeculativeCascade",

@@ -3,7 +3,7 @@
 Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -67,6 +67,10 @@ class VerifyBlock:
             if positions is None
             else positions,
         )
+
+    def raw(self) -> "VerifyBlock":
+        """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p."""
+        return replace(self, draft_probs=self.draft_confidence, verifier_probs=self.verifier_confidence)
 
     @cached_property
     def stats(self) -> Stats:

@@ -135,7 +135,7 @@ def draw_uniforms(generators: Sequence[torch.Generator], count: int) -> Float[Te
 
     The numbers come from the generator's own device: a CPU generator gives the same stream wherever the model runs.
     """
-    return torch.stack([torch.rand(count, generator=generator, device=generator.device) for generator in generators])
+    return torch.stack([torch.rand(count, generator=g, device=g.device, dtype=torch.float64) for g in generators])
 
 
 def _check_finite(logits: Tensor, source: str) -> None:

@@ -10,6 +10,7 @@ Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,37 @@ from .distributions import Sampling, draw, draw_uniforms, logits_to_probs
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, pad_unread
 from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
 from .processing import process_logits
-from .requests import Request, Row, Streamer, build_sampling, build_stopping, check_request, collect_result
+from .requests import Streamer, build_sampling, build_stopping, check_request, collect_result
 from .results import GenerationResult, LedgerEntry
 from .stopping import Decoder
-from .verify import Verdict, verify_block
+from .verify import Verdict, emission_law, verify_block
 
 __all__ = ["SpeculativeCascade"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did: the block, π, the verdict; and the bonus token with the distribution that it was drawn from.
+
+    ``after`` is the position behind the block; its drafter side is known only with ``bonus="target"``.
+    """
+
+    block: VerifyBlock
+    target: Float[Tensor, "B T V"]
+    verdict: Verdict
+    after: VerifyBlock
+    bonus_probs: Float[Tensor, "B V"]
+    bonus: Int[Tensor, "B"]
+    drafter_calls: int
+
+    def tokens(self) -> list[list[int]]:
+        """Each row's accepted drafts, then its residual token, or its bonus token after a full acceptance."""
+        drafted, replacements = self.block.tokens.tolist(), self.verdict.replacement.tolist()
+        outcome = zip(drafted, self.verdict.accepted.tolist(), replacements, self.bonus.tolist(), strict=True)
+        return [
+            [*tokens[:accepted], replacement if accepted < len(tokens) else bonus]
+            for tokens, accepted, replacement, bonus in outcome
+        ]
 
 
 class SpeculativeCascade:
@@ -133,11 +159,16 @@ class SpeculativeCascade:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         while active:
-            blocks = self._run_round(active, request, draft_state, verify_state)
+            left = max(max_new_tokens - len(row.entries) for row in active)
+            length = min(self.gamma, left)
+            sequences, generators = [row.tokens for row in active], [row.generator for row in active]
+            round_ = self.run_round(sequences, length, request.sampling, generators, draft_state, verify_state)
+            blocks = _block_entries(round_, self._deferral(round_))
             going = list[int]()
             for index, (row, block) in enumerate(zip(active, blocks, strict=True)):
                 kept, finished = request.stopping.keep([e.token for e in row.entries], [e.token for e in block])
                 row.append(block[:kept])
+                row.count_round(length, drafter_calls=round_.drafter_calls)
                 if not finished:
                     going.append(index)
                 if streamer is not None:
@@ -150,40 +181,31 @@ class SpeculativeCascade:
             streamer.end()
         return collect_result(input_ids, request, time.perf_counter() - started, ledger, pad_token_id)
 
-    def _run_round(
-        self, rows: list[Row], request: Request, draft_state: DraftState, verify_state: PrefixState
-    ) -> list[list[LedgerEntry]]:
-        """Draft, verify, replace and roll back; return each row's block of tokens in order."""
-        left = max(request.stopping.max_new_tokens - len(row.entries) for row in rows)
-        length = min(self.gamma, left)
+    def run_round(
+        self,
+        rows: Sequence[Sequence[int]],
+        length: int,
+        sampling: Sampling,
+        generators: Sequence[torch.Generator],
+        draft_state: DraftState,
+        verify_state: PrefixState,
+    ) -> Round:
+        """Draft ``length`` tokens after every row, verify, replace, and roll both states back to what is kept."""
         # Every round takes the same number of uniforms from a row: for γ drafts, γ tests, a replacement and a bonus.
-        uniforms = draw_uniforms([row.generator for row in rows], 2 * self.gamma + 2)
-        draft = draft_state.propose(
-            DraftRequest(
-                rows=[row.tokens for row in rows],
-                length=length,
-                uniforms=uniforms[:, : self.gamma],
-                sampling=request.sampling,
-                peek=self.bonus == "target",
-            )
-        )
-        block, after = self._score(rows, draft, request.sampling, verify_state)
-        target = self._ask_rule(block)
+        uniforms = draw_uniforms(generators, 2 * self.gamma + 2)
+        peek = self.bonus == "target"
+        draft = draft_state.propose(DraftRequest(rows, length, uniforms[:, : self.gamma], sampling, peek))
+        block, after = self._score(rows, draft, sampling, verify_state)
+        target = self.ask_rule(block)
         verdict = verify_block(target, block.draft_probs, block.tokens, uniforms[:, self.gamma : -1])
-        bonus_probs = after.verifier_probs if self.bonus == "verifier" else self._ask_rule(after)
-        bonus = draw(bonus_probs[:, 0], uniforms[:, -1])
-        kept = [len(row.tokens) + accepted for row, accepted in zip(rows, verdict.accepted.tolist(), strict=True)]
+        bonus_probs = (self.ask_rule(after) if peek else after.verifier_probs)[:, 0]
+        kept = [len(row) + accepted for row, accepted in zip(rows, verdict.accepted.tolist(), strict=True)]
         verify_state.rollback(kept)
         draft_state.rollback(kept)
-        for row in rows:
-            row.rounds += 1
-            row.drafted += length
-            row.verifier_calls += 1
-            row.drafter_calls += draft.calls
-        return _block_entries(block, self._deferral(block, target), verdict, bonus)
+        return Round(block, target, verdict, after, bonus_probs, draw(bonus_probs, uniforms[:, -1]), draft.calls)
 
     def _score(
-        self, rows: list[Row], draft: Draft, sampling: Sampling, verify_state: PrefixState
+        self, rows: Sequence[Sequence[int]], draft: Draft, sampling: Sampling, verify_state: PrefixState
     ) -> tuple[VerifyBlock, VerifyBlock]:
         """One verifier pass over the drafted block; the second block holds the position after it.
 
@@ -191,14 +213,14 @@ class SpeculativeCascade:
         block serves for its ``verifier_probs`` alone.
         """
         device, length = self.verifier.device, draft.tokens.shape[1]
-        drafted = [row.tokens + new for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
+        drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
         unread, counts = pad_unread(drafted, verify_state.lengths, device)
         logits = verify_state.extend(unread, counts, keep=length + 1)
         processed = process_logits(logits, drafted, sampling)
         probs = logits_to_probs(processed, sampling, f"the verifier {self.verifier.name}")
         confidence = probs if sampling.is_plain else logits_to_probs(logits)
         draft_probs, draft_confidence = draft.probs.to(probs.device), draft.confidence.to(probs.device)
-        starts = torch.tensor([[len(row.tokens)] for row in rows], device=probs.device)
+        starts = torch.tensor([[len(row)] for row in rows], device=probs.device)
         block = VerifyBlock(
             draft_probs=draft_probs[:, :length],
             verifier_probs=probs[:, :length],
@@ -217,7 +239,8 @@ class SpeculativeCascade:
         )
         return block, after
 
-    def _ask_rule(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def ask_rule(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return the rule's target, checked."""
         target = self.rule.target(block)
         if target.shape != block.draft_probs.shape:
             expected, got = tuple(block.draft_probs.shape), tuple(target.shape)
@@ -226,12 +249,83 @@ class SpeculativeCascade:
             raise ValueError(f"rule {self.rule!r}: expected a target of finite values >= 0")
         return target
 
-    def _deferral(self, block: VerifyBlock, target: Float[Tensor, "B T V"]) -> list[list[bool]]:
+    def _deferral(self, round_: Round) -> list[list[bool]]:
         """The rule's own decision a position; for a rule that states none, whether π differs from q."""
         defer_mask = getattr(self.rule, "defer_mask", None)
-        mask = (target != block.draft_probs).any(dim=-1) if defer_mask is None else defer_mask(block)
+        block = round_.block
+        mask = (round_.target != block.draft_probs).any(dim=-1) if defer_mask is None else defer_mask(block)
         decisions: list[list[bool]] = mask.tolist()
         return decisions
+
+    @property
+    def name(self) -> str:
+        """How the cascade is called where it drafts for a larger model."""
+        return f"{self.drafter.name} → {self.verifier.name}"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the pair may emit."""
+        return self.verifier.vocab_size
+
+    def start(self, batch: int) -> DraftState:
+        """Begin to draft for a larger model, with ``batch`` empty rows."""
+        return CascadeDraftState(self, self.drafter.start(batch), self.verifier.start(batch))
+
+
+class CascadeDraftState:
+    """A cascade that drafts: the law of each token that it hands over is its own, so composition stays exact."""
+
+    def __init__(self, cascade: SpeculativeCascade, draft_state: DraftState, verify_state: PrefixState) -> None:
+        self._cascade = cascade
+        self._draft_state, self._verify_state = draft_state, verify_state
+
+    def propose(self, request: DraftRequest) -> Draft:
+        """Draft a block after every row by as many rounds of the cascade as the slowest row needs."""
+        wanted = request.length + request.peek
+        # Generators of its own, seeded by each row's first uniform: how many rounds the neighbours need must not
+        # change what a row draws later.
+        generators = [torch.Generator().manual_seed(int(u * 2**53)) for u in request.uniforms[:, 0].tolist()]
+        rows, calls = [list(row) for row in request.rows], 0
+        laws: list[list[Tensor]] = [[] for _ in rows]
+        confidences: list[list[Tensor]] = [[] for _ in rows]
+        while min(map(len, laws)) < wanted:
+            round_ = self._cascade.run_round(
+                rows, self._cascade.gamma, request.sampling, generators, self._draft_state, self._verify_state
+            )
+            calls += round_.drafter_calls + 1
+            law, confidence = self._describe(round_, request.sampling)
+            for index, tokens in enumerate(round_.tokens()):
+                rows[index] += tokens
+                laws[index] += law[index, : len(tokens)]
+                confidences[index] += confidence[index, : len(tokens)]
+        starts = [len(row) for row in request.rows]
+        drafted = [row[start : start + request.length] for row, start in zip(rows, starts, strict=True)]
+        return Draft(
+            tokens=torch.tensor(drafted, device=laws[0][0].device),
+            probs=torch.stack([torch.stack(law[:wanted]) for law in laws]),
+            confidence=torch.stack([torch.stack(confidence[:wanted]) for confidence in confidences]),
+            calls=calls,
+        )
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget all but at most the first ``lengths[i]`` tokens of row i."""
+        self._draft_state.rollback(lengths)
+        self._verify_state.rollback([min(pair) for pair in zip(lengths, self._verify_state.lengths, strict=True)])
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._draft_state.select_rows(rows)
+        self._verify_state.select_rows(rows)
+
+    def _describe(self, round_: Round, sampling: Sampling) -> tuple[Float[Tensor, "B D V"], Float[Tensor, "B D V"]]:
+        """The law of every token of a round, bonus included, and the same at temperature 1 with nothing cut off."""
+        law = torch.cat([emission_law(round_.target, round_.block.draft_probs), round_.bonus_probs.unsqueeze(1)], dim=1)
+        if sampling.is_plain:
+            return law, law
+        block, after = round_.block.raw(), round_.after.raw()
+        last = self._cascade.ask_rule(after) if self._cascade.bonus == "target" else after.verifier_probs
+        confidence = emission_law(self._cascade.ask_rule(block), block.draft_probs)
+        return law, torch.cat([confidence, last], dim=1)
 
 
 def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> CausalLM:
@@ -251,25 +345,14 @@ def _vocabulary(model: Any) -> int:
     return int(model.vocab_size)
 
 
-def _block_entries(
-    block: VerifyBlock, deferred: list[list[bool]], verdict: Verdict, bonus: Int[Tensor, "B"]
-) -> list[list[LedgerEntry]]:
+def _block_entries(round_: Round, deferred: list[list[bool]]) -> list[list[LedgerEntry]]:
     """Each row's accepted drafts, then its residual token, or its bonus token after a full acceptance."""
     blocks = list[list[LedgerEntry]]()
-    columns = zip(
-        block.tokens.tolist(),
-        block.stats.tv.tolist(),
-        deferred,
-        verdict.accepted.tolist(),
-        verdict.replacement.tolist(),
-        bonus.tolist(),
-        strict=True,
-    )
-    for tokens, tv, defer, accepted, replacement, extra in columns:
-        entries = [LedgerEntry(tokens[i], "drafter", defer[i], tv[i]) for i in range(accepted)]
-        if accepted < len(tokens):
-            entries.append(LedgerEntry(replacement, "residual", defer[accepted], tv[accepted]))
-        else:
-            entries.append(LedgerEntry(extra, "bonus"))
+    length = round_.block.tokens.shape[1]
+    for tokens, tv, defer in zip(round_.tokens(), round_.block.stats.tv.tolist(), deferred, strict=True):
+        *drafted, last = tokens
+        entries = [LedgerEntry(token, "drafter", defer[i], tv[i]) for i, token in enumerate(drafted)]
+        at = len(drafted)
+        entries.append(LedgerEntry(last, "residual", defer[at], tv[at]) if at < length else LedgerEntry(last, "bonus"))
         blocks.append(entries)
     return blocks

@@ -66,7 +66,8 @@ def verify_block(
     ``uniforms[i, -1]``, for the replacement (U ≥ T + 1).
     """
     batch, length = tokens.shape
-    passed = uniforms[:, :length].to(draft_probs) < acceptance_probability(target_probs, draft_probs, tokens)
+    acceptance = acceptance_probability(target_probs, draft_probs, tokens)
+    passed = uniforms[:, :length].to(acceptance.device) < acceptance  # in the uniforms' precision: none may round to 1
     accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
     rows = torch.arange(batch, device=accepted.device)
     first_rejected = accepted.clamp_max(length - 1)

@@ -81,16 +81,16 @@ def test_both_caches_equal_the_kept_prefix_after_every_round(
     verifier = tiny_llama(seed=0, layers=4)
     cascade = SpeculativeCascade(early_exit(verifier, 3), verifier, Lossless(), gamma=gamma)
     seen: list[tuple[int, int, int]] = []
-    run_round = SpeculativeCascade._run_round
+    run_round = SpeculativeCascade.run_round
 
-    def watched(self, rows, request, draft_state, verify_state):  # type: ignore[no-untyped-def]
-        blocks = run_round(self, rows, request, draft_state, verify_state)
-        for index, (row, block) in enumerate(zip(rows, blocks, strict=True)):
-            kept = len(row.tokens) + len(block)
-            seen.append((kept, draft_state._state.lengths[index], verify_state.lengths[index]))
-        return blocks
+    def watched(self, rows, length, sampling, generators, draft_state, verify_state):  # type: ignore[no-untyped-def]
+        lengths = [len(row) for row in rows]
+        round_ = run_round(self, rows, length, sampling, generators, draft_state, verify_state)
+        for index, (before, tokens) in enumerate(zip(lengths, round_.tokens(), strict=True)):
+            seen.append((before + len(tokens), draft_state._state.lengths[index], verify_state.lengths[index]))
+        return round_
 
-    monkeypatch.setattr(SpeculativeCascade, "_run_round", watched)
+    monkeypatch.setattr(SpeculativeCascade, "run_round", watched)
     cascade.generate(PROMPT.expand(3, -1), max_new_tokens=40, temperature=1.0, seed=4)
     assert len({kept - draft for kept, draft, _ in seen}) == 2, "both full acceptance and rejection must occur"
     for kept, draft, verify in seen:

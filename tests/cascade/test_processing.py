@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from speccascade.cascade import SingleModel, SpeculativeCascade, VerifyBlock, early_exit
-from speccascade.cascade.distributions import Sampling, logits_to_probs
-from speccascade.cascade.processing import process_logits
 from transformers import (
     LlamaForCausalLM,
     LogitsProcessorList,
@@ -17,6 +14,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
 )
+
+from speccascade.cascade import SingleModel, SpeculativeCascade, VerifyBlock, early_exit
+from speccascade.cascade.distributions import Sampling, logits_to_probs
+from speccascade.cascade.processing import process_logits
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26]])
 SETTINGS: list[dict[str, Any]] = [
@@ -57,7 +58,9 @@ def test_each_position_equals_transformers_processors(length: int) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_greedy_decoding_equals_transformers(tiny_llama: Callable[..., LlamaForCausalLM], settings: dict[str, Any]) -> None:
+def test_greedy_decoding_equals_transformers(
+    tiny_llama: Callable[..., LlamaForCausalLM], settings: dict[str, Any]
+) -> None:
     verifier = tiny_llama(seed=0, layers=4)
     plain = verifier.generate(
         PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=40, do_sample=False, eos_token_id=None,

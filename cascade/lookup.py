@@ -1,0 +1,72 @@
+"""Prompt look-up: draft what followed the last few tokens where they occurred before. No model, no training.
+
+A proposal is certain to the drafter, so q is one-hot at it and the verifier accepts it with probability π(x): the
+emitted law is π whatever is proposed. As a confidence a look-up has nothing to say, so q° is uniform but for a hair
+that marks its choice: rules that trust the drafter's confidence defer, rules that ask the verifier do as always.
+
+Shapes: ``B`` row, ``T`` drafted tokens, ``V`` token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .drafters import Draft, DraftRequest
+
+__all__ = ["PromptLookupDrafter"]
+
+
+class PromptLookupDrafter:
+    """Draft by copying from earlier in the row.
+
+    Args:
+        vocab_size: number of token ids that the verifier may emit.
+        longest: try to match so many last tokens first, then fewer.
+    """
+
+    def __init__(self, vocab_size: int, longest: int = 3) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size: expected an integer >= 1, got {vocab_size}")
+        if longest < 1:
+            raise ValueError(f"longest: expected an integer >= 1, got {longest}")
+        self.name = "prompt look-up"
+        self.vocab_size = vocab_size
+        self.longest = longest
+
+    def start(self, batch: int) -> "PromptLookupDrafter":
+        """Return itself: a look-up remembers nothing."""
+        return self
+
+    def propose(self, request: DraftRequest) -> Draft:
+        """Copy what followed the latest earlier occurrence of each row's end, or repeat its last token."""
+        rows = [self.continue_row(row, request.length + request.peek) for row in request.rows]
+        tokens = torch.tensor(rows)
+        probs = nn.functional.one_hot(tokens, self.vocab_size).float()
+        return Draft(tokens[:, : request.length], probs, _doubt(probs), calls=0)
+
+    def continue_row(self, row: Sequence[int], length: int) -> list[int]:
+        """Guess the next ``length`` tokens of one row.
+
+        >>> PromptLookupDrafter(10).continue_row([5, 6, 7, 8, 1, 5, 6], length=3)
+        [7, 8, 1]
+        """
+        tokens = list(row)
+        for width in range(min(self.longest, len(tokens) - 1), 0, -1):
+            end = tokens[-width:]
+            for start in range(len(tokens) - width - 1, -1, -1):
+                if tokens[start : start + width] == end:
+                    found = tokens[start + width : start + width + length]
+                    return found + [found[-1]] * (length - len(found))
+        return [tokens[-1]] * length
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Do nothing: a look-up reads each row afresh."""
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Do nothing: a look-up holds no rows."""
+
+
+def _doubt(probs: Tensor) -> Tensor:
+    hair = 1e-3
+    return (1 - hair) / probs.shape[-1] + hair * probs
