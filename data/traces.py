@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -230,7 +231,7 @@ class Traces:
         table = read_rows([self.folder / shard.file for shard in self.manifest.shards], split=name)
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
-        width = max(int(pa.compute.max(pa.compute.list_value_length(table["topk_ids"])).as_py()), 1)
+        width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
         return TraceSplit(
             prompt_ids=tuple(names),
             prompt_index=torch.from_numpy(order.astype(np.int64)),

@@ -145,5 +145,6 @@ def _replayable(methods: Sequence[Method], traces: Traces) -> list[Method]:
 
 def _describe_traces(traces: Traces) -> dict[str, Any]:
     manifest = traces.manifest
-    names = ("source", "drafter", "verifier", "temperature", "top_k", "code_version")
-    return {**{name: getattr(manifest.plan, name) for name in names}, "rows": manifest.rows, "digest": manifest.digest}
+    names = ("drafter", "verifier", "temperature", "top_k", "code_version")
+    made = {name: getattr(manifest.plan, name) for name in names}
+    return {"source": manifest.plan.prompts["source"], **made, "rows": manifest.rows, "digest": manifest.digest}

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 
 from .style import BOUND, INK, QUIET, Look, figure_style, label_lines, look_of, save_figure
@@ -69,8 +70,9 @@ def _draw_ends(axes: Axes, points: pd.DataFrame) -> None:
         )  # fmt: skip
         inward = end["method"] == "drafter"
         axes.annotate(
-            end["label"], (end["rejection"], end["quality"]), xytext=(10 if inward else -10, -5),
+            end["label"], (end["rejection"], end["quality"]), xytext=(10 if inward else -10, -6 if inward else -14),
             textcoords="offset points", ha="left" if inward else "right", va="top", color=INK, fontsize=9, zorder=7,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
 
 

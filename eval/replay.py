@@ -237,10 +237,14 @@ def _make_block(*distributions: Tensor) -> VerifyBlock:
 
 
 def _replay_greedy(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor, ...]:
-    """Both losses (the same at temperature 0), rejection twice (it is exact), deferral."""
+    """Loss twice, rejection twice (it is exact), deferral.
+
+    A rule that mixes q and p (Ensemble) still draws at random between two one-hot distributions: its loss at
+    temperature 0 is that of the draw, not of the likelier token.
+    """
     block = columns.greedy_block
     target = rule.target(block)[0]
-    rejection, missed = rejection_probability(target, block.draft_probs[0]), 1 - _argmax_correct(target, columns)
+    rejection, missed = rejection_probability(target, block.draft_probs[0]), 1 - _at_label(target, columns)
     return missed, missed, rejection, rejection, _deferral(rule, block)
 
 
@@ -252,8 +256,8 @@ def _replay_sampled(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor,
     low, high = torch.stack(ends).amin(dim=0), torch.stack(ends).amax(dim=0)
     if bounds:
         low, high = _widen_undecided(rule, columns, blocks[0], targets[0], low, high)
-    at_label = (targets[0][:, : columns.ids.shape[-1]] * columns.is_label).sum(dim=-1)
-    return 1 - _argmax_correct(targets[0], columns), 1 - at_label, low, high, _deferral(rule, blocks[0])
+    likeliest, drawn = 1 - _argmax_correct(targets[0], columns), 1 - _at_label(targets[0], columns)
+    return likeliest, drawn, low, high, _deferral(rule, blocks[0])
 
 
 def _widen_undecided(
@@ -274,6 +278,10 @@ def _deferral(rule: Any, block: VerifyBlock) -> Tensor:
     if not hasattr(rule, "replaced"):
         return torch.full(block.draft_probs.shape[1:2], float("nan"))
     return torch.where(rule.replaced(block), block.draft_probs, 0.0).sum(dim=-1)[0]
+
+
+def _at_label(target: Tensor, columns: _Columns) -> Tensor:
+    return (target[:, : columns.ids.shape[-1]] * columns.is_label).sum(dim=-1)
 
 
 def _argmax_correct(target: Tensor, columns: _Columns) -> Tensor:

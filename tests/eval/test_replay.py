@@ -28,7 +28,7 @@ def brute_force(trace, rule, loss: str) -> tuple[np.ndarray, np.ndarray]:
         target = rule.target(VerifyBlock.from_probs(*probs, *confidence))[0, 0]
         rejections.append(float(rejection_probability(target, probs[0][0, 0])))
         label = int(trace.label[index])
-        losses.append(1 - float(target[label]) if loss == "sampled" else float(int(target.argmax()) != label))
+        losses.append(float(int(target.argmax()) != label) if loss == "zero_one" else 1 - float(target[label]))
     return np.array(losses), np.array(rejections)
 
 

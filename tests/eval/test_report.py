@@ -33,8 +33,8 @@ class Gap:
 def folder(build_trace, tmp_path, monkeypatch) -> Path:
     replays = {name: Replay(build_trace(seed=seed), None) for seed, name in enumerate(("validation", "test"))}
     plan = SimpleNamespace(
-        source="embedded:gsm8k", drafter="tiny", verifier="embedded:smollm2-135m-instruct", temperature=1.0, top_k=12,
-        code_version="0",
+        prompts={"source": "embedded:gsm8k"}, drafter="tiny", verifier="embedded:smollm2-135m-instruct",
+        temperature=1.0, top_k=12, code_version="0",
     )  # fmt: skip
     traces = SimpleNamespace(manifest=SimpleNamespace(plan=plan, rows=1200, digest="abc", identity=None))
     router = Method("router", "Router", "router", -math.inf, math.inf, lambda alpha, loss: Gap(alpha))
