@@ -107,8 +107,8 @@ def write_bundle(directory: str | os.PathLike[str], bundle: Bundle) -> None:
     """Write a bundle's files, each under a temporary name first and the config last."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    card = render_card(bundle.config).encode()
     config = bundle.config.to_json().encode()
+    card = render_card(bundle.config).encode()
     for name, content in {**bundle.files, CARD_FILE: card, CONFIG_FILE: config}.items():
         temporary = target / f".{name}.{os.getpid()}.tmp"
         try:

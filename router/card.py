@@ -21,7 +21,7 @@ def render_card(config: RouterConfig) -> str:
         "It reads statistics of both models' distributions, never text, and changes neither model.",
         _usage(config),
         _facts(config),
-        f"## What alpha means\n\n{config.alpha_meaning}\n\nDefault: {config.default_alpha:g}.",
+        f"## What alpha means\n\n{config.alpha_meaning}\n\nDefault: {config.default_alpha:.3g}.",
         *_calibration(config),
         *_figures(config),
         "## Limits\n\n"
@@ -45,7 +45,7 @@ def _usage(config: RouterConfig) -> str:
     code = [
         "from speccascade import LearnedRouter, SpeculativeCascade",
         "",
-        f'router = LearnedRouter.from_pretrained("path/or/hub-id", alpha={config.default_alpha:g})',
+        f'router = LearnedRouter.from_pretrained("path/or/hub-id", alpha={config.default_alpha:.3g})',
         *([budget] if config.calibration else []),
         "cascade = SpeculativeCascade(drafter, verifier, rule=router, gamma=5)",
         "out = cascade.generate(input_ids, max_new_tokens=128)",
@@ -98,7 +98,8 @@ def _calibration(config: RouterConfig) -> list[str]:
 def _figures(config: RouterConfig) -> list[str]:
     if not config.figures:
         return []
-    return ["## Figures\n\n" + _table(("figure", "value"), [(name, f"{v:.4g}") for name, v in config.figures.items()])]
+    rows = [(name, _number(value)) for name, value in config.figures.items()]
+    return ["## Figures\n\n" + _table(("figure", "value"), rows)]
 
 
 def _training_text(config: RouterConfig) -> str:
@@ -111,6 +112,10 @@ def _thinned(rows: Sequence[CalibrationRow]) -> list[CalibrationRow]:
         return list(rows)
     step = (len(rows) - 1) / (_ROWS_SHOWN - 1)
     return [rows[round(index * step)] for index in range(_ROWS_SHOWN)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
 
 
 def _share(value: float, low: float | None, high: float | None) -> str:
