@@ -69,10 +69,10 @@ def _legend(writers: Sequence[str], coloured: bool) -> Text:
 
 
 def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; the bytes of one character over several tokens appear with the last."""
+    """Return the text that each token adds: nothing for a special token, a character of several tokens with the last."""
     pieces, before = [], ""
     for end in range(1, len(tokens) + 1):
-        after = tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        after = tokenizer.decode(tokens[:end], skip_special_tokens=True)
         if after.endswith("\ufffd"):
             pieces.append("")
             continue
