@@ -69,7 +69,7 @@ def _legend(writers: Sequence[str], coloured: bool) -> Text:
 
 
 def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds: nothing for a special token, a character of several tokens with the last."""
+    """Return the text that each token adds: a special token none, the last token of a character all of it."""
     pieces, before = [], ""
     for end in range(1, len(tokens) + 1):
         after = tokenizer.decode(tokens[:end], skip_special_tokens=True)
