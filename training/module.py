@@ -36,7 +36,7 @@ class RouterModule(pl.LightningModule):
     def __init__(
         self,
         kind: str = "mlp",
-        estimator: str = "two_confidence",
+        estimator: str = "gap",
         feature_set: str = "verified",
         hidden: tuple[int, ...] = (64, 64),
         learning_rate: float = 3e-3,
