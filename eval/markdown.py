@@ -63,7 +63,7 @@ def _say_summary(live: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
         meaning = "so no speed-up is claimed here" if ratio > 0.5 else "which leaves room for a speed-up"
         lines.append(f"* A step of the drafter costs {ratio:.2f} of one of the verifier, {meaning}.")
     if len(live) and live["speed_ratio"].notna().any():
-        best = live[live["rejection"].notna()].sort_values("speed_ratio").tail(1)
+        best = live[live["kind"] != "single"].sort_values("speed_ratio").tail(1)
         lines += [
             f"* Fastest cascade: {_name(row)}, {row['speed_ratio']:.2f} times the verifier alone "
             f"[{row['speed_ratio_low']:.2f}, {row['speed_ratio_high']:.2f}], "
@@ -78,7 +78,8 @@ def _say_live_conditions(record: Mapping[str, Any]) -> list[str]:
     return [
         f"{run['prompts']} prompts of {record['data']['source']} ({run['split']}), {run['repeats']} answer(s) each, "
         f"at most {run['max_new_tokens']} tokens, temperature {run['temperature']:g}, γ = {run['gamma']}, "
-        f"seed {run['seed']}. Quality is {run['scorers'][0]}. Brackets: 95% intervals, prompts resampled."
+        f"seed {run['seed']}. Quality is {run['scorers'][0]}. Brackets: 95% intervals, prompts resampled. "
+        "Speeds are medians over prompts."
     ]
 
 
@@ -124,8 +125,8 @@ def _explain_frontiers(record: Mapping[str, Any]) -> list[str]:
         "settings at random is allowed); *mean loss* is its mean over all budgets up to lossless decoding's, "
         "*distance* the same above the clairvoyant choice between q and p, OPT being 100: lower is better. Token "
         "rules are not bound by the clairvoyant. Their rejection is the lower end of what the logged top-k allows: the "
-        "benefit of the doubt is theirs. The last columns say how a router does against the rule, in mean loss, "
-        "paired over prompts."
+        "benefit of the doubt is theirs. The last columns say how a router does against the rule: the difference in "
+        "mean loss with its 95% interval, paired over prompts (below 0 the router is better)."
     ]
 
 
@@ -135,7 +136,7 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
     table["height"] = [area["value"] for area in table["area"]]
     routers = list(dict.fromkeys(row["router"] for row in found["comparisons"]))
     budgets = [f"loss at {share:.0%}" for share in found["budgets"]]
-    head = ["method", "kind", "distance", "mean loss", *budgets, *(f"{router} …" for router in routers)]
+    head = ["method", "kind", "distance", "mean loss", *budgets, *routers]
     rows = []
     for _, row in table.sort_values("height").iterrows():
         distance = row["distance"]
@@ -146,7 +147,7 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
                 "–" if distance is None else _spread(distance["value"], distance["low"], distance["high"], ".0f"),
                 _spread(row["area"]["value"], row["area"]["low"], row["area"]["high"], ".4f"),
                 *(f"{one['value']:.4f}" for one in row["at_budgets"]),
-                *(row["against"].get(router, "") for router in routers),
+                *(_against(row["against"].get(router)) for router in routers),
             ]
         )
     ends = found["rejection_of_lossless"], found["drafter_loss"], found["verifier_loss"]
@@ -156,6 +157,14 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
         f"{found['prompts']} prompts."
     )
     return [facts, "", *_table(head, rows)]
+
+
+def _against(row: Mapping[str, Any] | None) -> str:
+    """What a router does against the rule of this line."""
+    if row is None:
+        return ""
+    said = f"**{row['outcome']}**" if row["outcome"] == "loses" else row["outcome"]
+    return f"{said} {row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
 
 
 def _say_calibration(record: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directo
     routers = list(curves.loc[curves["kind"] == "router", "method"].unique())
     with figure_style():
         figure, axes = plt.subplots(figsize=(8.2, 5.4))
-        labels: list[tuple[float, str, Look]] = []
+        named: dict[tuple[float, ...], tuple[list[str], Look]] = {}
         quiet: list[str] = []
         for method, curve in curves.groupby("method", sort=False):
             look = look_of(str(method), str(curve["kind"].iat[0]), routers)
@@ -40,12 +40,14 @@ def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directo
                     curve["rejection"], curve["quality_low"], curve["quality_high"], color=look.color, alpha=0.13, lw=0
                 )
             if look.color != QUIET and method != "clairvoyant":
-                labels.append((curve["quality"].to_numpy()[-1], str(curve["label"].iat[0]), look))
+                # One label for curves that lie on each other, so that none is hidden.
+                named.setdefault(tuple(curve["quality"].round(6)), ([], look))[0].append(str(curve["label"].iat[0]))
             elif look.color == QUIET:
                 quiet.append(str(curve["label"].iat[0]))
         _draw_ends(axes, points)
         _focus(axes, curves)
         _mark_bound(axes, curves)
+        labels = [(heights[-1], " = ".join(names), look) for heights, (names, look) in named.items()]
         label_lines(axes, labels, x=curves["rejection"].max())
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -197,9 +199,8 @@ def plot_live(summary: pd.DataFrame, quality_name: str, directory: Path) -> list
     routers = list(summary.loc[summary["kind"] == "router", "method"].unique())
     with figure_style():
         figure, axes = plt.subplots(figsize=(8.2, 5.0))
-        for method, table in summary.groupby("method", sort=False):
-            look = look_of(str(method), str(table["kind"].iat[0]), routers)
-            table = table.sort_values("calls_per_token")
+        for label, method, table in _coinciding(summary):
+            look = look_of(method, str(table["kind"].iat[0]), routers)
             spread = [table["quality"] - table["quality_low"], table["quality_high"] - table["quality"]]
             axes.errorbar(
                 table["calls_per_token"],
@@ -207,16 +208,28 @@ def plot_live(summary: pd.DataFrame, quality_name: str, directory: Path) -> list
                 yerr=spread,
                 fmt="none",
                 ecolor=look.color,
-                alpha=0.22,
+                alpha=0.3,
                 lw=1.4,
             )
             axes.plot(
                 table["calls_per_token"], table["quality"], look.marker, color=look.color,
                 ms=8 if look.order > 2 else 6, ls="-" if len(table) > 1 else "none", lw=1.0,
-                label=table["label"].iat[0], zorder=look.order,
+                label=label, zorder=look.order,
             )  # fmt: skip
+        axes.set_xlim(left=-0.03)
         axes.set_xlabel("verifier calls per token")
         axes.set_ylabel(f"quality ({quality_name})")
         axes.set_title("Live run")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
+        figure.text(0.125, -0.005, "bars: 95% of resampled prompts", color=BOUND, fontsize=8.5, va="top")
         return save_figure(figure, directory, "live")
+
+
+def _coinciding(summary: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
+    """One entry for all methods whose points are the same, so that none is hidden under another."""
+    drawn: dict[tuple[tuple[float, float], ...], tuple[list[str], str, pd.DataFrame]] = {}
+    for method, table in summary.groupby("method", sort=False):
+        table = table.sort_values("calls_per_token")
+        places = tuple(zip(table["calls_per_token"], table["quality"], strict=True))
+        drawn.setdefault(places, ([], str(method), table))[0].append(str(table["label"].iat[0]))
+    return [(" = ".join(labels), method, table) for labels, method, table in drawn.values()]

@@ -15,7 +15,9 @@ __all__ = ["describe_run"]
 
 def describe_run() -> dict[str, Any]:
     """The command line, the version, and in a checkout the commit, marked ``+changes`` if files differ from it."""
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    started = ["python", "-m", "speccascade"] if program == "__main__.py" else [program]
+    command = shlex.join([*started, *sys.argv[1:]])
     return {"command": command, "version": __version__, "commit": _commit()}
 
 

@@ -114,7 +114,7 @@ def _frontier_table(offline: dict[str, Any] | None, points: pd.DataFrame | None)
                     "area": area,
                     "distance": found["distance_percent"].get(method),
                     "at_budgets": found["loss_at_budgets"][method],
-                    "against": {row["router"]: row["outcome"] for row in found["comparisons"] if row["rule"] == method},
+                    "against": {row["router"]: row for row in found["comparisons"] if row["rule"] == method},
                 }
             )
     return pd.DataFrame(rows)

@@ -1,7 +1,8 @@
 """Answers in, one row a setting out: quality with its interval, counts per token, speed against the verifier alone.
 
-Every figure has one definition, here. Rates are sums over sums, not means of rates; intervals resample prompts, and a
-ratio of speeds is taken within each resample, since both methods met the same prompts. Knows no file and no figure.
+Every figure has one definition, here. Rates are sums over sums, not means of rates. Speed is the median over prompts,
+so that one hiccup of the machine does not decide it, and its ratio is taken prompt by prompt. Intervals resample
+prompts. Knows no file and no figure.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ __all__ = ["FEW_PROMPTS", "drafter_cost_ratio", "summarise_answers"]
 FEW_PROMPTS = 30
 """Below so many prompts a percentile bootstrap is too narrow, and the report says so."""
 
-_COUNTS = ("new_tokens", "seconds", "verifier_calls", "accepted", "rejected", "deferred")
+_COUNTS = ("new_tokens", "verifier_calls", "accepted", "rejected", "deferred")
 
 
 def summarise_answers(results: pd.DataFrame, resamples: int = 1000, seed: int = 0) -> pd.DataFrame:
     """Summarise a table of answers, one row a setting in its order.
 
     Columns: ``quality`` (mean over answers) with ``_low`` and ``_high``; ``rejection``, ``deferral`` and ``acceptance``
-    per examined draft; ``calls_per_token``; ``tokens_per_second``; ``speed_ratio`` to the verifier alone with its
-    interval; ``same_as``, the first setting that gave exactly the same texts; ``prompts`` and ``answers``.
+    per examined draft, NaN for a model alone; ``calls_per_token``; ``tokens_per_second``; ``speed_ratio`` to the
+    verifier alone with its interval; ``same_as``, the first setting that gave exactly the same texts;
+    ``prompts`` and ``answers``.
     """
     prompts = list(dict.fromkeys(results["prompt_id"]))
     weights = bootstrap_weights(len(prompts), resamples, seed)
     by_key = {str(key): answers for key, answers in results.groupby("key", sort=False)}
-    speeds = {key: _speed(answers, prompts, weights) for key, answers in by_key.items()}
+    speeds = {key: _speeds(answers, prompts) for key, answers in by_key.items()}
     texts: dict[tuple[str, ...], str] = {}
     rows: list[dict[str, Any]] = []
     for key, answers in by_key.items():
@@ -48,7 +50,8 @@ def summarise_answers(results: pd.DataFrame, resamples: int = 1000, seed: int = 
                 "alpha": first["alpha"],
                 **_quality(answers, prompts, weights),
                 **_rates(answers),
-                **_ratio(speeds[key], speeds.get("verifier")),
+                "tokens_per_second": float(np.median(speeds[key])),
+                **_ratio(speeds[key], speeds.get("verifier"), weights),
                 "same_as": None if twin == name else twin,
                 "prompts": len(prompts),
                 "answers": len(answers),
@@ -66,45 +69,38 @@ def _quality(answers: pd.DataFrame, prompts: list[str], weights: NDArray[np.floa
 
 def _rates(answers: pd.DataFrame) -> dict[str, float]:
     total = {name: float(answers[name].sum()) for name in _COUNTS}
-    examined = total["accepted"] + total["rejected"]
-    shares = {
-        "rejection": total["rejected"] / examined if examined else float("nan"),
-        "deferral": total["deferred"] / examined if examined else float("nan"),
-        "acceptance": total["accepted"] / examined if examined else float("nan"),
-    }
-    tokens = max(total["new_tokens"], 1.0)
-    return shares | {
-        "calls_per_token": total["verifier_calls"] / tokens,
-        "tokens_per_second": total["new_tokens"] / total["seconds"] if total["seconds"] else float("nan"),
-        "tokens": total["new_tokens"],
-    }
+    # What a model alone writes is neither accepted nor rejected: nothing examined it.
+    examined = 0.0 if answers["kind"].iat[0] == "single" else total["accepted"] + total["rejected"]
+    names = {"rejection": "rejected", "deferral": "deferred", "acceptance": "accepted"}
+    shares = {rate: total[count] / examined if examined else float("nan") for rate, count in names.items()}
+    calls = total["verifier_calls"] / max(total["new_tokens"], 1.0)
+    return {**shares, "calls_per_token": calls, "tokens": total["new_tokens"]}
 
 
-def _speed(
-    answers: pd.DataFrame, prompts: list[str], weights: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
-    """Tokens per second, overall and in every resample."""
-    sums = answers.groupby("prompt_id")[["new_tokens", "seconds"]].sum().reindex(prompts, fill_value=0).to_numpy(float)
-    tokens, seconds = sums.sum(axis=0)
-    drawn = weights @ sums
-    return float(tokens / seconds), np.asarray(drawn[:, 0] / drawn[:, 1], dtype=np.float64)
+def _speeds(answers: pd.DataFrame, prompts: list[str]) -> NDArray[np.float64]:
+    """Tokens per second on each prompt."""
+    sums = answers.groupby("prompt_id")[["new_tokens", "seconds"]].sum().reindex(prompts).to_numpy(float)
+    return np.asarray(sums[:, 0] / sums[:, 1], dtype=np.float64)
 
 
 def _ratio(
-    speed: tuple[float, NDArray[np.float64]], verifier: tuple[float, NDArray[np.float64]] | None
+    speeds: NDArray[np.float64], verifier: NDArray[np.float64] | None, weights: NDArray[np.float64]
 ) -> dict[str, float]:
+    """Median over prompts of the ratio to the verifier alone on the same prompt."""
     if verifier is None:
         nothing = float("nan")
         return {"speed_ratio": nothing, "speed_ratio_low": nothing, "speed_ratio_high": nothing}
-    spread = interval(speed[0] / verifier[0], speed[1] / verifier[1])
+    ratios = speeds / verifier
+    drawn = [np.median(np.repeat(ratios, counts)) for counts in weights.astype(int)]
+    spread = interval(float(np.median(ratios)), drawn)
     return {"speed_ratio": spread.value, "speed_ratio_low": spread.low, "speed_ratio_high": spread.high}
 
 
 def drafter_cost_ratio(results: pd.DataFrame) -> float | None:
-    """Seconds a token of the drafter alone over those of the verifier alone; None if either did not run."""
-    alone = results[results["method"].isin(("drafter", "verifier"))]
-    sums = alone.groupby("method")[["seconds", "new_tokens"]].sum()
-    if not {"drafter", "verifier"} <= set(sums.index):
+    """Time a token of the drafter alone over that of the verifier alone, median over prompts; None without both."""
+    prompts = list(dict.fromkeys(results["prompt_id"]))
+    alone = {name: results[results["method"] == name] for name in ("drafter", "verifier")}
+    if any(answers.empty for answers in alone.values()):
         return None
-    each = sums["seconds"] / sums["new_tokens"]
-    return float(each["drafter"] / each["verifier"])
+    drafter, verifier = (_speeds(answers, prompts) for answers in alone.values())
+    return float(np.median(verifier / drafter))

@@ -58,14 +58,13 @@ def state_verdict(
 def _state_one(loss: str, router: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
     positional = [row for row in rows if row["kind"] != "token"]
     token = [row for row in rows if row["kind"] == "token"]
-    parts = [_against("position-level plug-in rules", positional, labels)]
-    if token:
-        parts.append(_against("token-specific rules", token, labels))
+    parts = [_against("position-level plug-in rules", positional, labels)] if positional else []
+    parts += [_against("token-specific rules", token, labels)] if token else []
     if loss == "sampled" and any(row["outcome"] == "loses" for row in token):
         parts.append(
             "Token rules sample from a third distribution, nearer the mode, which no choice between q and p reaches."
         )
-    return f"{_IN_WORDS[loss]}: {labels[router]} {' '.join(parts)}"
+    return f"{labels[router]}, {_IN_WORDS[loss]}. {' '.join(parts)}"
 
 
 def _against(family: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
@@ -78,15 +77,17 @@ def _against(family: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str
         for row in rows
         if row["outcome"] != "loses" and any(point["outcome"] == "loses" for point in row["at_budgets"])
     ]
-    head = f"LOSES beyond its interval to {_join(named['loses'])}" if named["loses"] else "loses to none"
-    tail = [f"is better than {_join(named['wins'])}"] if named["wins"] else []
-    tail += [f"no difference is seen from {_join(named['ties'])}"] if named["ties"] else []
-    tail += [f"at single budgets it is worse than {_join(lost_somewhere)}"] if lost_somewhere else []
-    return f"against {family}: {'; '.join([head, *tail])}."
+    said = [f"LOSES beyond its interval to {_join(named['loses'])}" if named["loses"] else "loses to none"]
+    if named["wins"]:
+        said.append(f"is better than {'all: ' if len(named['wins']) == len(rows) > 1 else ''}{_join(named['wins'])}")
+    said += [f"no difference is seen from {_join(named['ties'])}"] if named["ties"] else []
+    said += [f"at single budgets it is worse than {_join(lost_somewhere)}"] if lost_somewhere else []
+    return f"Against {family} it {'; '.join(said)}."
 
 
 def _shares(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{point['budget']:.0%}" for point in row["at_budgets"] if point["outcome"] == "loses")
+    shares = [f"{point['budget']:.0%}" for point in row["at_budgets"] if point["outcome"] == "loses"]
+    return f"{_join(shares)} of lossless rejection"
 
 
 def _join(names: Sequence[str]) -> str:

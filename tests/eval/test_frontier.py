@@ -96,7 +96,7 @@ def test_a_method_against_itself_ties_exactly(splits):
     found = measure_frontiers([twin, router()], *splits, config).summary["sampled"]
     (row,) = found["comparisons"]
     assert row["outcome"] == "ties" and row["difference"] == row["low"] == row["high"] == 0
-    assert "loses to none" in found["verdict"][0] and "no difference is seen from Twin" in found["verdict"][0]
+    assert "it loses to none; no difference is seen from Twin." in found["verdict"][0]
 
 
 def test_a_bad_router_loses_and_the_verdict_says_so(splits):
