@@ -8,7 +8,6 @@ emitted token is π; a bonus token after a fully accepted block follows p (``bon
 Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,11 +20,11 @@ from transformers import PreTrainedModel
 from .blocks import TargetRule, VerifyBlock
 from .distributions import Sampling, draw, draw_uniforms, logits_to_probs
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, pad_unread
+from .generation import GenerationLoop
 from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
 from .processing import process_logits
-from .requests import Streamer, build_sampling, build_stopping, check_request, collect_result
-from .results import GenerationResult, LedgerEntry
-from .stopping import Decoder
+from .requests import Request, Row
+from .results import LedgerEntry
 from .verify import Verdict, emission_law, verify_block
 
 __all__ = ["SpeculativeCascade"]
@@ -56,7 +55,7 @@ class Round:
         ]
 
 
-class SpeculativeCascade:
+class SpeculativeCascade(GenerationLoop):
     """Two models and a rule: tokens whose law is the rule's target π.
 
     Args:
@@ -98,88 +97,23 @@ class SpeculativeCascade:
         self.gamma = gamma
         self.bonus = bonus
 
-    @torch.inference_mode()
-    def generate(
-        self,
-        input_ids: Int[Tensor, "B L"],
-        attention_mask: Int[Tensor, "B L"] | None = None,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        eos_token_id: int | Sequence[int] | None = None,
-        stop_strings: Sequence[str] | None = None,
-        seed: int | Sequence[int] | None = None,
-        streamer: Streamer | None = None,
-        ledger: bool = False,
-        tokenizer: Decoder | None = None,
-        pad_token_id: int | None = None,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        bad_words_ids: Sequence[Sequence[int]] | None = None,
-        suppress_tokens: Sequence[int] | None = None,
-    ) -> GenerationResult:
-        """Generate after each prompt of a batch.
+    @property
+    def name(self) -> str:
+        """How the cascade is called where it drafts for a larger model."""
+        return f"{self.drafter.name} → {self.verifier.name}"
 
-        Args:
-            input_ids: the prompts ``[B, L]``.
-            attention_mask: zeros mark left padding, which no model sees; default: no padding.
-            max_new_tokens: at most so many tokens a row.
-            temperature: 0 decodes greedily.
-            top_p: mass of the nucleus that both models are cut to; 1 keeps all.
-            top_k: number of tokens that both models are cut to; 0 keeps all.
-            eos_token_id: token or tokens that end a sequence.
-            stop_strings: texts that end a sequence; need ``tokenizer``.
-            seed: row i of a batch uses ``seed + i``, or ``seed[i]`` where a list is given: same seed, same tokens,
-                whatever its neighbours. Default: fresh ones.
-            streamer: a transformers streamer (one prompt), fed the prompt and then the kept tokens of each round.
-            ledger: whether to record who wrote each token.
-            tokenizer: read for ``stop_strings`` only.
-            pad_token_id: fills shorter rows on the right; default: the lowest end token, or 0.
-            min_p: both models drop tokens less probable than min_p times their most probable one; 0 keeps all.
-            repetition_penalty: weakens tokens that a row already holds, for both models at every position.
-            bad_words_ids: sequences of tokens that are never completed.
-            suppress_tokens: tokens that are never drawn.
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the pair may emit."""
+        return self.verifier.vocab_size
 
-        Raises:
-            ValueError: an argument out of range, or logits that are not finite.
-        """
-        request = check_request(
-            input_ids,
-            attention_mask,
-            self.verifier.vocab_size,
-            build_sampling(temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, suppress_tokens),
-            build_stopping(max_new_tokens, eos_token_id, stop_strings, tokenizer),
-            seed,
-            streamer,
-        )
-        started = time.perf_counter()
-        active = request.rows
-        draft_state, verify_state = self.drafter.start(len(active)), self.verifier.start(len(active))
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-        while active:
-            left = max(max_new_tokens - len(row.entries) for row in active)
-            length = min(self.gamma, left)
-            sequences, generators = [row.tokens for row in active], [row.generator for row in active]
-            round_ = self.run_round(sequences, length, request.sampling, generators, draft_state, verify_state)
-            blocks = _block_entries(round_, self._deferral(round_))
-            going = list[int]()
-            for index, (row, block) in enumerate(zip(active, blocks, strict=True)):
-                kept, finished = request.stopping.keep([e.token for e in row.entries], [e.token for e in block])
-                row.append(block[:kept])
-                row.count_round(length, drafter_calls=round_.drafter_calls)
-                if not finished:
-                    going.append(index)
-                if streamer is not None:
-                    streamer.put(torch.tensor([entry.token for entry in block[:kept]]))
-            if going and len(going) < len(active):
-                draft_state.select_rows(going)
-                verify_state.select_rows(going)
-            active = [active[index] for index in going]
-        if streamer is not None:
-            streamer.end()
-        return collect_result(input_ids, request, time.perf_counter() - started, ledger, pad_token_id)
+    def open_session(self, batch: int) -> "CascadeSession":
+        """Begin one call with ``batch`` empty rows."""
+        return CascadeSession(self, self.drafter.start(batch), self.verifier.start(batch))
+
+    def start(self, batch: int) -> "CascadeSession":
+        """Begin to draft for a larger model: a cascade is a drafter."""
+        return self.open_session(batch)
 
     def run_round(
         self,
@@ -249,35 +183,40 @@ class SpeculativeCascade:
             raise ValueError(f"rule {self.rule!r}: expected a target of finite values >= 0")
         return target
 
-    def _deferral(self, round_: Round) -> list[list[bool]]:
-        """The rule's own decision a position; for a rule that states none, whether π differs from q."""
+    def decide(self, round_: Round) -> list[list[bool]]:
+        """Return the rule's own decision a position; for a rule that states none, whether π differs from q."""
         defer_mask = getattr(self.rule, "defer_mask", None)
         block = round_.block
         mask = (round_.target != block.draft_probs).any(dim=-1) if defer_mask is None else defer_mask(block)
         decisions: list[list[bool]] = mask.tolist()
         return decisions
 
-    @property
-    def name(self) -> str:
-        """How the cascade is called where it drafts for a larger model."""
-        return f"{self.drafter.name} → {self.verifier.name}"
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids that the pair may emit."""
-        return self.verifier.vocab_size
+class CascadeSession:
+    """Both models' caches for one call: writes blocks of its own, or drafts them for a larger model.
 
-    def start(self, batch: int) -> DraftState:
-        """Begin to draft for a larger model, with ``batch`` empty rows."""
-        return CascadeDraftState(self, self.drafter.start(batch), self.verifier.start(batch))
-
-
-class CascadeDraftState:
-    """A cascade that drafts: the law of each token that it hands over is its own, so composition stays exact."""
+    As a drafter it hands over each token with the very law that it follows, so composition stays exact.
+    """
 
     def __init__(self, cascade: SpeculativeCascade, draft_state: DraftState, verify_state: PrefixState) -> None:
         self._cascade = cascade
         self._draft_state, self._verify_state = draft_state, verify_state
+
+    def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
+        """Write the next block of every row by one round."""
+        cascade = self._cascade
+        left = max(request.stopping.max_new_tokens - len(row.entries) for row in rows)
+        length = min(cascade.gamma, left)
+        sequences, generators = [row.tokens for row in rows], [row.generator for row in rows]
+        round_ = cascade.run_round(
+            sequences, length, request.sampling, generators, self._draft_state, self._verify_state
+        )
+        for row in rows:
+            row.rounds += 1
+            row.verifier_calls += 1
+            row.drafted += length
+            row.drafter_calls += round_.drafter_calls
+        return _block_entries(round_, cascade.decide(round_))
 
     def propose(self, request: DraftRequest) -> Draft:
         """Draft a block after every row by as many rounds of the cascade as the slowest row needs."""

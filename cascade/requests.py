@@ -45,13 +45,6 @@ class Row:
         self.entries += entries
         self.tokens += [entry.token for entry in entries]
 
-    def count_round(self, drafted: int, drafter_calls: int) -> None:
-        """Take note of a round that the row took part in."""
-        self.rounds += 1
-        self.verifier_calls += 1
-        self.drafted += drafted
-        self.drafter_calls += drafter_calls
-
     def count(self, seconds: float) -> GenerationStats:
         """Return the row's statistics."""
         return GenerationStats.of_entries(
