@@ -185,6 +185,7 @@ def _summarise(
         "rejection_of_lossless": _as_dict(measured.limit),
         "drafter_loss": _as_dict(measured.loss(measured.drafter)),
         "verifier_loss": _as_dict(measured.loss(measured.lossless)),
+        "rejection_open_by": {curve.method.name: _widest_gap(curve, measured) for curve in curves},
         "area": {name: _as_dict(interval(*area)) for name, area in areas.items()},
         "distance_percent": _distances(areas),
         "budgets": list(config.budgets),
@@ -194,6 +195,12 @@ def _summarise(
         "comparisons": comparisons,
         "verdict": state_verdict(loss, comparisons, kinds, labels),
     }
+
+
+def _widest_gap(curve: _Curve, measured: _Measured) -> float:
+    """How far apart the two ends of a token rule's rejection are at most; 0 for rules that replay exactly."""
+    means = measured.means[curve.settings]
+    return float((means[:, 2] - means[:, 1]).max())
 
 
 def _end_points(replay: Replay, loss: str) -> tuple[Outcome, Outcome]:

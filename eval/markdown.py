@@ -156,6 +156,10 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
         f"{ends[1]['value']:.4f}, of the verifier {ends[2]['value']:.4f}; {found['positions']:,} positions of "
         f"{found['prompts']} prompts."
     )
+    widest, gap = max(found["rejection_open_by"].items(), key=lambda item: item[1])
+    if gap >= 5e-4:
+        labels = dict(zip(table["method"], table["label"], strict=True))
+        facts += f" The unlogged tail leaves the rejection of token rules open by at most {gap:.3f} ({labels[widest]})."
     return [facts, "", *_table(head, rows)]
 
 

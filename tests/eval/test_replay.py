@@ -17,6 +17,12 @@ TOKEN_RULES = [rules.TokenV1(0.3), rules.TokenV2(0.2), rules.TokenV3(0.7), rules
                rules.Ensemble(0.4)]  # fmt: skip
 
 
+@pytest.fixture
+def trace(build_trace):
+    """Few enough positions for a loop."""
+    return build_trace(prompts=8, length=15)
+
+
 def brute_force(trace, rule, loss: str) -> tuple[np.ndarray, np.ndarray]:
     """Loss and rejection of every position, one by one, from the full distributions and the rule's own target."""
     losses, rejections = [], []
@@ -51,7 +57,7 @@ def test_rejection_of_a_position_rule_is_deferral_times_distance(rule, trace):
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("rule", TOKEN_RULES, ids=repr)
 def test_the_truth_lies_between_the_bounds_when_most_tokens_are_unlogged(rule, k, build_trace):
-    trace = build_trace(vocabulary=24, k=k, seed=k)
+    trace = build_trace(prompts=8, vocabulary=24, k=k, seed=k)
     outcome = Replay(trace, k).outcome(rule, "sampled")
     _, rejections = brute_force(trace, rule, "sampled")
     assert (outcome.rejection <= rejections + 2e-6).all()
@@ -69,7 +75,7 @@ def test_the_bounds_close_as_more_tokens_are_logged(build_trace):
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_greedy_replay_of_token_rules_is_exact_with_few_logged_tokens(k, build_trace):
-    trace = build_trace(vocabulary=24, k=k)
+    trace = build_trace(prompts=8, vocabulary=24, k=k)
     for rule in TOKEN_RULES:
         outcome = Replay(trace, k).outcome(rule, "greedy")
         losses, rejections = brute_force(trace, rule, "greedy")

@@ -41,7 +41,7 @@ def folder(build_trace, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(offline.Traces, "open", lambda directory: traces)
     monkeypatch.setattr(offline, "open_replays", lambda directory, splits: replays)
     monkeypatch.setattr(offline, "open_routers", lambda directories: {"router": router})
-    frontier = FrontierConfig(points=9, resamples=50)
+    frontier = FrontierConfig(points=7, resamples=40)
     return evaluate(EvaluateConfig(traces="made up", out=str(tmp_path), offline=True, frontier=frontier))
 
 
