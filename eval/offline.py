@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,15 +14,13 @@ import pandas as pd
 from ..data.pairs import PairIdentity
 from ..data.progress import announce
 from ..data.traces import Traces
+from .config import EvaluateConfig
 from .frontier import measure_frontiers
 from .methods import Method, plug_in_methods, router_method
 from .metrics import expected_calibration_error, reliability
 from .provenance import describe_run
 from .replay import Replay
 from .tables import write_json, write_table
-
-if TYPE_CHECKING:
-    from .sweep import EvaluateConfig
 
 __all__ = ["check_router", "measure_calibration", "open_replays", "open_routers", "router_digest", "run_offline"]
 

@@ -94,9 +94,10 @@ def plan_stages(config: DemoConfig) -> list[Stage]:
     """List the stages with their resolved configs; nothing is loaded or run yet."""
     from ..data.collect import CollectConfig, collect
     from ..data.embedded import fetch, gsm8k
+    from ..eval.config import EvaluateConfig
     from ..eval.offline import run_offline
     from ..eval.report import report
-    from ..eval.sweep import EvaluateConfig, run_sweep
+    from ..eval.sweep import run_sweep
     from ..training.tune_drafter import TuneDrafterConfig, tune_drafter
 
     out = config.out

@@ -20,8 +20,9 @@ EXAMPLE = """\
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments and compare."""
+    from ..eval.config import EvaluateConfig
     from ..eval.offline import run_offline
-    from ..eval.sweep import EvaluateConfig, run_sweep
+    from ..eval.sweep import run_sweep
 
     config = CommandLine("evaluate", EvaluateConfig, DESCRIPTION, EXAMPLE).parse(arguments)
     out = run_offline(config) if config.offline else run_sweep(config)

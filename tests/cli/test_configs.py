@@ -10,7 +10,7 @@ import yaml
 from speccascade.cli import COMMANDS, main
 from speccascade.cli.options import CommandLine, leaf_types
 from speccascade.data.collect import CollectConfig
-from speccascade.eval.sweep import EvaluateConfig
+from speccascade.eval.config import EvaluateConfig
 from speccascade.training.tune_drafter import TuneDrafterConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

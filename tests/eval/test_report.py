@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from speccascade.eval import offline
+from speccascade.eval.config import EvaluateConfig
 from speccascade.eval.frontier import FrontierConfig
 from speccascade.eval.methods import Method
 from speccascade.eval.replay import Replay
 from speccascade.eval.report import gather, report
-from speccascade.eval.sweep import EvaluateConfig, evaluate
+from speccascade.eval.sweep import evaluate
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import pytest
 from speccascade.data.pairs import Pair, PairIdentity
 from speccascade.data.prompts import PromptConfig
 from speccascade.eval import sweep
+from speccascade.eval.config import EvaluateConfig
 from speccascade.eval.replay import Replay
 from speccascade.eval.report import report
-from speccascade.eval.sweep import EvaluateConfig, run_sweep
+from speccascade.eval.sweep import run_sweep
 
 TIMINGS = ["seconds"]
 
