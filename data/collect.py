@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..cascade.distributions import Sampling
 from .pairs import Pair, PairConfig, file_digest, load_pair
 from .progress import Progress, announce
 from .prompts import Example, PromptConfig, encode_example, load_examples, split_of
-from .scoring import EncodedExample, ScoredRows, make_batches, score_batch
+from .scoring import EncodedExample, ScoredRows, make_batches, score_in_order
 from .shards import SCHEMA_VERSION, check_shard, ragged, read_rows, shard_name, write_shard
 from .suggest import unknown_name
 from .summary import describe
@@ -32,7 +32,7 @@ from .traces import MANIFEST, PLAN, Manifest, Shard, TracePlan, Traces, read_pla
 
 __all__ = ["CollectConfig", "collect"]
 
-BYTES_PER_ROW = 330
+BYTES_PER_ROW = 250
 """What a position takes on disk at the default top_k, measured on the embedded pair."""
 
 
@@ -228,21 +228,25 @@ def _run_shards(
         f"Collecting {positions:,} positions of {len(examples):,} prompts in {len(pieces)} shards, "
         f"about {max(megabytes, 0.1):,.1f} MB, into {out}"
     )
-    sampling = Sampling(temperature=config.temperature)
     with Progress("Collecting", positions) as progress:
+        todo: list[int] = []
         for index, piece in enumerate(pieces):
-            path = out / shard_name(index)
-            if path.is_file():
-                check_shard(path, index, plan.digest)
+            if (out / shard_name(index)).is_file():
+                check_shard(out / shard_name(index), index, plan.digest)
                 progress.skip(sum(len(example.reference_ids) for example in piece))
-                continue
-            scored: list[ScoredRows | None] = [None] * len(piece)
-            for batch in make_batches([len(example) for example in piece], config.batch_tokens):
-                results = score_batch(pair, [piece[i] for i in batch], sampling, config.top_k)
-                for i, rows in zip(batch, results, strict=True):
-                    scored[i] = rows
-                progress.advance(sum(len(rows) for rows in results))
-            write_shard(path, _columns(piece, [rows for rows in scored if rows is not None]), index, plan.digest)
+            else:
+                todo.append(index)
+        batches = {i: make_batches([len(example) for example in pieces[i]], config.batch_tokens) for i in todo}
+        work = ([pieces[i][j] for j in batch] for i in todo for batch in batches[i])
+        sampling = Sampling(temperature=config.temperature)
+        with closing(score_in_order(pair, work, sampling, config.top_k)) as results:
+            for index in todo:
+                scored: dict[int, ScoredRows] = {}
+                for batch, rows in zip(batches[index], results, strict=False):
+                    scored.update(zip(batch, rows, strict=True))
+                    progress.advance(sum(len(part) for part in rows))
+                columns = _columns(pieces[index], [scored[j] for j in range(len(pieces[index]))])
+                write_shard(out / shard_name(index), columns, index, plan.digest)
 
 
 def _columns(piece: Sequence[EncodedExample], scored: Sequence[ScoredRows]) -> dict[str, Any]:

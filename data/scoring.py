@@ -10,7 +10,11 @@ Knows nothing of files. Shapes: ``B`` sequence, ``L`` token, ``N`` scored positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +26,22 @@ from ..cascade.distributions import Sampling, logits_to_probs
 from ..cascade.statistics import Stats
 from .pairs import Pair
 
-__all__ = ["EncodedExample", "ScoredRows", "make_batches", "reference_logits", "score_batch", "score_positions"]
+__all__ = [
+    "EncodedExample",
+    "ScoredRows",
+    "make_batches",
+    "reference_logits",
+    "score_batch",
+    "score_in_order",
+    "score_positions",
+    "selecting_heads",
+]
 
 _CHUNK_ELEMENTS = 3_000_000
 """Probabilities held at once in each tensor: about 12 MB, since larger chunks run at the speed of memory."""
+
+_MOST_WORKERS = 8
+"""Each worker holds the logits of one batch, so that memory, not cores, sets a limit."""
 
 
 @dataclass(frozen=True)
@@ -90,26 +106,46 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
+@contextmanager
+def selecting_heads(*models: Any) -> Iterator[None]:
+    """While this lasts, `reference_logits` makes the models' heads see the scored positions only.
+
+    The hook is set once, not around each call: several threads may be inside the models at a time.
+    """
+    heads = {id(head): head for head in (model.get_output_embeddings() for model in models) if head is not None}
+    hooks = [head.register_forward_pre_hook(_select_rows) for head in heads.values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def reference_logits(model: Any, input_ids: Tensor, rows: Tensor) -> Tensor:
     """Logits ``[N, rows of the head]`` at the flat positions `rows` of ``[B, L]`` token ids, in the model's dtype.
 
     Sequences are padded on the right: a causal model never looks there, so no mask is needed.
     """
-    head, seen = model.get_output_embeddings(), []
-
-    def keep_rows(module: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = arguments[0]
-        seen.append(True)
-        return (hidden.reshape(-1, hidden.shape[-1])[rows.to(hidden.device)].unsqueeze(0), *arguments[1:])
-
-    hook = None if head is None else head.register_forward_pre_hook(keep_rows)
+    _selection.rows = rows
     try:
         logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+        selected = _selection.rows is None
     finally:
-        if hook is not None:
-            hook.remove()
-    # A model that reads its head's weight without calling it gives every position.
-    return logits[0] if seen else logits.reshape(-1, logits.shape[-1])[rows.to(logits.device)]
+        _selection.rows = None
+    # Outside `selecting_heads`, or where a model reads its head's weight without calling it, all positions come back.
+    return logits[0] if selected else logits.reshape(-1, logits.shape[-1])[rows.to(logits.device)]
+
+
+_selection = threading.local()
+
+
+def _select_rows(module: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    rows: Tensor | None = getattr(_selection, "rows", None)
+    if rows is None:
+        return arguments
+    _selection.rows = None
+    hidden = arguments[0]
+    return (hidden.reshape(-1, hidden.shape[-1])[rows.to(hidden.device)].unsqueeze(0), *arguments[1:])
 
 
 def score_batch(pair: Pair, batch: Sequence[EncodedExample], sampling: Sampling, top_k: int) -> list[ScoredRows]:
@@ -139,6 +175,32 @@ def score_batch(pair: Pair, batch: Sequence[EncodedExample], sampling: Sampling,
     ends = np.cumsum([len(example.reference_ids) for example in batch])
     starts = ends - [len(example.reference_ids) for example in batch]
     return [scored.take(slice(start, end)) for start, end in zip(starts, ends, strict=True)]
+
+
+def score_in_order(
+    pair: Pair, batches: Iterable[Sequence[EncodedExample]], sampling: Sampling, top_k: int
+) -> Generator[list[ScoredRows], None, None]:
+    """Score batches and yield their records in the order given.
+
+    On a CPU each core works on a batch of its own with one thread: nothing waits for the slowest core at every layer,
+    which matters most where other programs share the machine, and no number depends on how many cores there are.
+    """
+    cores = torch.get_num_threads()
+    workers = min(cores, _MOST_WORKERS) if pair.verifier.device.type == pair.drafter.device.type == "cpu" else 1
+    threads_each = cores // workers
+    pending: deque[Future[list[ScoredRows]]] = deque()
+    with selecting_heads(pair.drafter, pair.verifier):
+        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads_each,))
+        try:
+            for batch in batches:
+                pending.append(pool.submit(score_batch, pair, batch, sampling, top_k))
+                if len(pending) > workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(cores)
 
 
 def score_positions(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccascade.cascade.distributions import Sampling
-from speccascade.data.scoring import make_batches, reference_logits, score_positions
+from speccascade.data.scoring import make_batches, reference_logits, score_positions, selecting_heads
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
@@ -30,7 +30,8 @@ def test_only_selected_positions_pass_the_head(tiny_llama: Any) -> None:
     heights: list[int] = []
     hook = model.lm_head.register_forward_hook(lambda module, inputs, output: heights.append(output[..., 0].numel()))
     with torch.inference_mode():
-        selected = reference_logits(model, ids, rows)
+        with selecting_heads(model, model):
+            selected = reference_logits(model, ids, rows)
         hook.remove()
         full = model(ids).logits.reshape(18, -1)
     torch.testing.assert_close(selected, full[rows], atol=1e-6, rtol=0)
@@ -52,6 +53,16 @@ def test_a_model_that_never_calls_its_head_gives_the_same_rows(tiny_llama: Any) 
     ids, rows = torch.arange(3, 13).reshape(2, 5), torch.tensor([1, 7])
     with torch.inference_mode():
         torch.testing.assert_close(reference_logits(Headless(), ids, rows), reference_logits(model, ids, rows))
+
+
+def test_without_the_selection_the_same_rows_come_back(tiny_llama: Any) -> None:
+    model, ids, rows = tiny_llama(), torch.arange(3, 13).reshape(2, 5), torch.tensor([1, 7])
+    with torch.inference_mode():
+        plain = reference_logits(model, ids, rows)
+        with selecting_heads(model):
+            torch.testing.assert_close(reference_logits(model, ids, rows), plain, atol=1e-6, rtol=0)
+            assert model(ids).logits.shape[:2] == (2, 5), "a model used otherwise meanwhile is left alone"
+        torch.testing.assert_close(reference_logits(model, ids, rows), plain)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
