@@ -41,6 +41,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: expected a finite number >= 0, got {self.temperature!r}")
+        if 0 < self.temperature < 1e-4:
+            raise ValueError(f"temperature: expected 0 (greedy) or at least 1e-4, got {self.temperature!r}")
         if self.top_k < 0:
             raise ValueError(f"top_k: expected an integer >= 0 (0 keeps every token), got {self.top_k!r}")
         if not 0 < self.top_p <= 1:

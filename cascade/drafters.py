@@ -92,6 +92,7 @@ class ModelDrafter:
         self.model = model
         self.name = model.name
         self.vocab_size = model.vocab_size
+        self.max_length: int | None = getattr(model, "max_length", None)
 
     def start(self, batch: int) -> "ModelDraftState":
         """Begin with ``batch`` empty rows."""

@@ -90,9 +90,6 @@ class SpeculativeCascade(GenerationLoop):
             vocab_size = min(_vocabulary(drafter), _vocabulary(verifier))
         self.verifier = as_language_model(verifier, vocab_size)
         self.drafter = _as_drafter(drafter, vocab_size)
-        if self.drafter.vocab_size != self.verifier.vocab_size:
-            sizes = f"{self.drafter.vocab_size} and {self.verifier.vocab_size}"
-            raise ValueError(f"drafter, verifier: expected one vocabulary, got {sizes} tokens")
         self.rule = rule
         self.gamma = gamma
         self.bonus = bonus
@@ -106,6 +103,12 @@ class SpeculativeCascade(GenerationLoop):
     def vocab_size(self) -> int:
         """Number of token ids that the pair may emit."""
         return self.verifier.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that both models know."""
+        known = [getattr(model, "max_length", None) for model in (self.drafter, self.verifier)]
+        return min((length for length in known if length is not None), default=None)
 
     def open_session(self, batch: int) -> "CascadeSession":
         """Begin one call with ``batch`` empty rows."""
@@ -216,7 +219,7 @@ class CascadeSession:
             row.verifier_calls += 1
             row.drafted += length
             row.drafter_calls += round_.drafter_calls
-        return _block_entries(round_, cascade.decide(round_))
+        return _block_entries(round_, cascade.decide(round_), with_tv=request.ledger)
 
     def propose(self, request: DraftRequest) -> Draft:
         """Draft a block after every row by as many rounds of the cascade as the slowest row needs."""
@@ -269,11 +272,24 @@ class CascadeSession:
 
 def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> CausalLM:
     """Adapt a Hugging Face model; pass anything else on."""
-    return TransformersLM(model, vocab_size) if isinstance(model, PreTrainedModel) else model
+    if isinstance(model, PreTrainedModel):
+        return TransformersLM(model, vocab_size)
+    _check_vocabulary(model, vocab_size)
+    return model
 
 
 def _as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
-    return ModelDrafter(TransformersLM(drafter, vocab_size)) if isinstance(drafter, PreTrainedModel) else drafter
+    if isinstance(drafter, PreTrainedModel):
+        return ModelDrafter(TransformersLM(drafter, vocab_size))
+    _check_vocabulary(drafter, vocab_size)
+    return drafter
+
+
+def _check_vocabulary(model: CausalLM | Drafter, vocab_size: int) -> None:
+    if model.vocab_size != vocab_size:
+        raise ValueError(
+            f"vocab_size: expected one vocabulary, {model.name} has {model.vocab_size} tokens, not {vocab_size}"
+        )
 
 
 def _vocabulary(model: Any) -> int:
@@ -284,11 +300,12 @@ def _vocabulary(model: Any) -> int:
     return int(model.vocab_size)
 
 
-def _block_entries(round_: Round, deferred: list[list[bool]]) -> list[list[LedgerEntry]]:
+def _block_entries(round_: Round, deferred: list[list[bool]], with_tv: bool) -> list[list[LedgerEntry]]:
     """Each row's accepted drafts, then its residual token, or its bonus token after a full acceptance."""
     blocks = list[list[LedgerEntry]]()
-    length = round_.block.tokens.shape[1]
-    for tokens, tv, defer in zip(round_.tokens(), round_.block.stats.tv.tolist(), deferred, strict=True):
+    rows, length = round_.block.tokens.shape
+    distances: list[list[float | None]] = round_.block.stats.tv.tolist() if with_tv else [[None] * length] * rows
+    for tokens, tv, defer in zip(round_.tokens(), distances, deferred, strict=True):
         *drafted, last = tokens
         entries = [LedgerEntry(token, "drafter", defer[i], tv[i]) for i, token in enumerate(drafted)]
         at = len(drafted)

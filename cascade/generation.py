@@ -51,6 +51,11 @@ class GenerationLoop(ABC):
     def vocab_size(self) -> int:
         """Number of token ids that may be emitted."""
 
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """Number of positions that the models know, if they are limited."""
+
     @abstractmethod
     def open_session(self, batch: int) -> Session:
         """Begin one call with ``batch`` empty rows."""
@@ -109,6 +114,8 @@ class GenerationLoop(ABC):
             build_stopping(max_new_tokens, eos_token_id, stop_strings, tokenizer),
             seed,
             streamer,
+            self.max_length,
+            ledger,
         )
         started = time.perf_counter()
         active = request.rows
@@ -129,4 +136,4 @@ class GenerationLoop(ABC):
             active = [active[index] for index in going]
         if streamer is not None:
             streamer.end()
-        return collect_result(input_ids, request, time.perf_counter() - started, ledger, pad_token_id)
+        return collect_result(input_ids, request, time.perf_counter() - started, pad_token_id)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .drafters import Draft, DraftRequest
+from .processing import process_logits
 
 __all__ = ["PromptLookupDrafter"]
 
@@ -40,7 +41,8 @@ class PromptLookupDrafter:
 
     def propose(self, request: DraftRequest) -> Draft:
         """Copy what followed the latest earlier occurrence of each row's end, or repeat its last token."""
-        rows = [self.continue_row(row, request.length + request.peek) for row in request.rows]
+        length = request.length + request.peek
+        rows = [_avoid_banned(row, self.continue_row(row, length), request, self.vocab_size) for row in request.rows]
         tokens = torch.tensor(rows)
         probs = nn.functional.one_hot(tokens, self.vocab_size).float()
         return Draft(tokens[:, : request.length], probs, _doubt(probs), calls=0)
@@ -65,6 +67,17 @@ class PromptLookupDrafter:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Do nothing: a look-up holds no rows."""
+
+
+def _avoid_banned(row: Sequence[int], guess: list[int], request: DraftRequest, vocab_size: int) -> list[int]:
+    """Replace tokens that the request's settings ban where they stand: q must give them no mass."""
+    if not request.sampling.reads_history:
+        return guess
+    history, zeros = list(row), torch.zeros(1, 1, vocab_size)
+    for token in guess:
+        allowed = process_logits(zeros, [history], request.sampling)[0, 0].isfinite()
+        history.append(token if allowed[token] else int(allowed.float().argmax()))
+    return history[len(row) :]
 
 
 def _doubt(probs: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Shapes: ``B`` row, ``N`` tokens read at once, ``V`` token.
 """
 
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,7 +83,8 @@ class TransformersLM:
         if vocab_size is not None and not 0 < vocab_size <= rows:
             raise ValueError(f"vocab_size: expected 1 to {rows} (rows of the head), got {vocab_size}")
         self.model = model.eval()
-        self.vocab_size = vocab_size or rows
+        self.vocab_size = rows if vocab_size is None else vocab_size
+        self.max_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.name = model.config.name_or_path or type(model).__name__
         # transformers 5.24 renamed the argument; the old name goes away later.
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -134,12 +136,14 @@ class TransformersState:
         arguments: dict[str, Any] = {owner.cache_argument: self._cache, "use_cache": True}
         if owner.keeps_logits:
             arguments["logits_to_keep"] = keep + padding
-        # Padding takes the position of a row's last token, which surely exists; nothing ever sees it.
-        last = torch.tensor([length + count - 1 for length, count in zip(self._lengths, counts, strict=True)])
+        # Padding takes the position of a row's last token, and what is drafted beyond the last position that the model
+        # knows takes that one: both surely exist, and neither is ever kept.
+        limit = owner.max_length or sys.maxsize
+        last = torch.tensor([min(held + count, limit) - 1 for held, count in zip(self._lengths, counts, strict=True)])
         logits: Tensor = owner.model(
             input_ids=tokens.to(owner.device),
             attention_mask=owner.attention_mask(positions, max(self._lengths) + tokens.shape[1]),
-            position_ids=torch.minimum(positions, last.to(owner.device).unsqueeze(1)) if padding else positions,
+            position_ids=torch.minimum(positions, last.to(owner.device).unsqueeze(1)),
             **arguments,
         ).logits[:, -(keep + padding) :, : owner.vocab_size]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]

@@ -59,6 +59,7 @@ class Request:
     rows: list[Row]
     sampling: Sampling
     stopping: Stopping
+    ledger: bool
 
 
 def check_request(
@@ -69,6 +70,8 @@ def check_request(
     stopping: Stopping,
     seed: int | Sequence[int] | None,
     streamer: Streamer | None,
+    max_length: int | None,
+    ledger: bool,
 ) -> Request:
     """Check the arguments of ``generate`` and start a row for each prompt.
 
@@ -83,9 +86,13 @@ def check_request(
     low, high = min(map(min, prompts)), max(map(max, prompts))
     if low < 0 or high >= vocab_size:
         raise ValueError(f"input_ids: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}")
+    longest = max(map(len, prompts))
+    if max_length is not None and longest + stopping.max_new_tokens > max_length:
+        asked = f"a prompt of {longest} and {stopping.max_new_tokens} new ones"
+        raise ValueError(f"max_new_tokens: expected at most {max_length} tokens, as the models know, got {asked}")
     generators = _row_generators(seed, len(prompts))
     rows = [Row(prompt, generator) for prompt, generator in zip(prompts, generators, strict=True)]
-    return Request(rows, sampling, stopping)
+    return Request(rows, sampling, stopping, ledger)
 
 
 def build_sampling(
@@ -114,7 +121,7 @@ def build_stopping(
 
 
 def collect_result(
-    input_ids: Int[Tensor, "B L"], request: Request, seconds: float, ledger: bool, pad_token_id: int | None
+    input_ids: Int[Tensor, "B L"], request: Request, seconds: float, pad_token_id: int | None
 ) -> GenerationResult:
     """Right-pad the generated tokens after the prompts as they were given; sum the statistics."""
     if pad_token_id is None:
@@ -129,7 +136,7 @@ def collect_result(
         sequences=torch.cat([input_ids, fresh], dim=1),
         prompt_length=input_ids.shape[1],
         stats=GenerationStats.total(parts, seconds),
-        ledger=tuple(tuple(row.entries) for row in request.rows) if ledger else None,
+        ledger=tuple(tuple(row.entries) for row in request.rows) if request.ledger else None,
     )
 
 

@@ -35,13 +35,18 @@ class SingleModel(GenerationLoop):
         if role not in ("verifier", "drafter"):
             raise ValueError(f"role: expected 'verifier' or 'drafter', got {role!r}")
         rows = vocab_rows(model) if isinstance(model, PreTrainedModel) else model.vocab_size
-        self.model = as_language_model(model, vocab_size or rows)
+        self.model = as_language_model(model, rows if vocab_size is None else vocab_size)
         self.role: Literal["verifier", "drafter"] = role
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids that may be emitted."""
         return self.model.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that the model knows."""
+        return getattr(self.model, "max_length", None)
 
     def open_session(self, batch: int) -> "SingleSession":
         """Begin one call with ``batch`` empty rows."""

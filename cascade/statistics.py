@@ -87,6 +87,16 @@ class Stats:
         stats.__dict__.update({name: columns[name] for name in STAT_FIELDS})
         return stats
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of every field."""
+        return self._draft_probs.shape[:-1] if "_draft_probs" in self.__dict__ else self.tv.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the fields lie."""
+        return self._draft_probs.device if "_draft_probs" in self.__dict__ else self.tv.device
+
     def columns(self) -> dict[str, Tensor]:
         """Compute and return every field by name, in the order of ``STAT_FIELDS``."""
         return {name: getattr(self, name) for name in STAT_FIELDS}

@@ -52,7 +52,7 @@ class SpecDecode(PositionRule):
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Defer everywhere."""
-        return torch.ones_like(stats.tv, dtype=torch.bool)
+        return torch.ones(stats.shape, dtype=torch.bool, device=stats.device)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Fixed(PositionRule):
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Return the mask, one value a position."""
-        return self.mask.expand(stats.tv.shape)
+        return self.mask.expand(stats.shape)
 
 
 def _draft_max(stats: Stats, view: View) -> Tensor:

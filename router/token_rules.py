@@ -147,11 +147,13 @@ class TopK(TokenRule):
 
     def __post_init__(self) -> None:
         check_range("k", self.k, 1, float("inf"))
+        if self.k != int(self.k):
+            raise ValueError(f"k: expected an integer, got {self.k!r}")
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens outside the verifier's top k."""
         verifier = block.verifier_confidence
-        top = verifier.topk(min(self.k, verifier.shape[-1]), dim=-1).indices
+        top = verifier.topk(min(int(self.k), verifier.shape[-1]), dim=-1).indices
         return torch.ones_like(verifier, dtype=torch.bool).scatter(-1, top, False)
 
 
@@ -219,7 +221,7 @@ def lossy_beta(
     draft, verifier = draft_probs.double(), verifier_probs.double()
     surplus = (draft - verifier / (1 - alpha)).clamp_min(0).sum(dim=-1)
     scale = torch.ones_like(surplus)
-    while True:
+    for _ in range(draft.shape[-1] + 2):  # each step but the last takes at least one token out of the active set
         active = scale.unsqueeze(-1) * verifier > draft
         slope = torch.where(active, verifier, 0).sum(dim=-1)
         root = (surplus + torch.where(active, draft, 0).sum(dim=-1)) / slope.clamp_min(1e-300)
@@ -227,6 +229,7 @@ def lossy_beta(
         if bool((scale - lower <= 1e-15).all()):
             return (1 / lower).to(draft_probs.dtype)
         scale = lower
+    raise ValueError("draft_probs, verifier_probs: expected finite probabilities, got NaN or infinity")
 
 
 def _draft(block: VerifyBlock, view: View) -> Tensor:

@@ -116,6 +116,17 @@ def test_counts_add_up_and_match_the_ledger(tiny_llama: Build) -> None:
     assert stats.per_sequence[0].accepted == stats.accepted
 
 
+def test_the_last_position_that_a_model_knows_can_be_reached() -> None:
+    """GPT-2 has no position beyond its table; rows of different lengths draft up to its very end."""
+    model = gpt2(0)
+    limit = model.config.n_positions
+    prompts = torch.randint(3, 64, (2, limit - 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(prompts)
+    mask[1, :100] = 0
+    out = SpeculativeCascade(gpt2(1), model, Lossless(), gamma=5).generate(prompts, mask, max_new_tokens=12)
+    assert torch.equal(out.sequences, SingleModel(model).generate(prompts, mask, max_new_tokens=12).sequences)
+
+
 def test_a_sequence_ends_at_an_end_token_inside_a_block(tiny_llama: Build) -> None:
     model = tiny_llama(seed=0)
     free = SingleModel(model).generate(PROMPT, max_new_tokens=30).sequences[0].tolist()
@@ -212,6 +223,13 @@ def test_wrong_arguments_are_named(tiny_llama: Build) -> None:
         cascade.generate(PROMPT, max_new_tokens=0)
     with pytest.raises(ValueError, match="stop_strings"):
         cascade.generate(PROMPT, stop_strings=["x"])
+    with pytest.raises(ValueError, match="at most 512 tokens, as the models know, got a prompt of 5 and 508"):
+        cascade.generate(PROMPT, max_new_tokens=508)
+    with pytest.raises(ValueError, match="one vocabulary, small has 64 tokens, not 60"):
+        verifier.config.name_or_path = "small"
+        SpeculativeCascade(drafter, TransformersLM(verifier), Lossless(), vocab_size=60)
+    with pytest.raises(ValueError, match="vocab_size: expected 1 to 64"):
+        SingleModel(verifier, vocab_size=0)
     with pytest.raises(ValueError, match="vocab_size"):
         TransformersLM(verifier, vocab_size=65)
     with pytest.raises(ValueError, match="layers: expected 1 to 1"):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_sampling_follows_the_verifier(tiny_llama: Callable[..., LlamaForCausalL
 
     law = {(a, b): x * y for a, x in enumerate(probs([1, 4, 2, 1])) for b, y in enumerate(probs([1, 4, 2, 1, a]))}
     check_follows(counts, law, draws)  # OPT mistrusts a drafter without confidence, so it defers throughout
+
+
+def test_banned_tokens_are_never_drafted(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    """A rule that never defers emits what was drafted, so a ban must hold for the look-up too."""
+    prompt = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 6, 3]])
+    cascade = SpeculativeCascade(PromptLookupDrafter(64), tiny_llama(seed=0), rules.Chow(1), gamma=4)
+    assert 4 in cascade.generate(prompt, max_new_tokens=20).sequences[0, 9:]
+    banned = cascade.generate(prompt, max_new_tokens=20, suppress_tokens=[4], bad_words_ids=[[5, 6]])
+    tokens = banned.sequences[0].tolist()
+    assert 4 not in tokens[9:]
+    assert all(pair != (5, 6) for pair in pairwise(tokens[8:]))
 
 
 def test_wrong_arguments_are_named() -> None:
