@@ -108,6 +108,13 @@ def test_a_finished_run_generates_nothing_more(config, monkeypatch):
     assert len(fewer) == 2 * 3
 
 
+def test_no_warm_up_changes_no_answer(config, tmp_path):
+    chosen = replace(config, methods=("drafter", "specdecode"), limit=1)
+    warm = results_of(run_sweep(chosen))
+    cold = results_of(run_sweep(replace(chosen, warmup_tokens=0, out=str(tmp_path / "cold"))))
+    pd.testing.assert_frame_equal(cold.drop(columns=TIMINGS), warm.drop(columns=TIMINGS))
+
+
 def test_same_seed_same_answers_other_seed_others(config, tmp_path):
     texts = [
         results_of(run_sweep(replace(config, seed=seed, out=str(tmp_path / name))))["text"].tolist()
@@ -160,7 +167,16 @@ def test_a_wrong_name_is_refused_before_anything_runs(config, change, message):
 
 
 @pytest.mark.parametrize(
-    "change", [{"gamma": 0}, {"limit": 0}, {"repeats": 0}, {"budgets": (1.2,)}, {"scorers": ()}, {"max_new_tokens": 0}]
+    "change",
+    [
+        {"gamma": 0},
+        {"limit": 0},
+        {"repeats": 0},
+        {"budgets": (1.2,)},
+        {"scorers": ()},
+        {"max_new_tokens": 0},
+        {"warmup_tokens": -1},
+    ],
 )
 def test_a_config_that_cannot_run_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
