@@ -10,6 +10,8 @@ from speccascade.data.pairs import Pair, PairIdentity
 from speccascade.data.prompts import PromptConfig
 from speccascade.eval import sweep
 from speccascade.eval.config import EvaluateConfig
+from speccascade.eval.methods import DIALS
+from speccascade.eval.plan import plan_settings
 from speccascade.eval.replay import Replay
 from speccascade.eval.report import report
 from speccascade.eval.sweep import run_sweep
@@ -153,10 +155,23 @@ def test_alphas_given_by_hand_need_no_traces(config):
         run_sweep(replace(chosen, methods=("diff",)))
 
 
+def test_every_method_that_is_offered_can_be_built():
+    with pytest.raises(ValueError, match="expected one of") as refused:
+        plan_settings(["?"], {}, {}, (), None, True, {})
+    offered = str(refused.value).partition("one of ")[2].partition(", got")[0].split(", ")
+    alphas = {name: [0.5] for name in DIALS}
+    assert len(plan_settings(offered, {}, alphas, (), None, True, {})) == len(offered) - len(["router"])
+    assert "typical" in offered and "top_k" not in offered
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"methods": ("optt",)}, "methods: expected one of .*'optt'; did you mean 'opt'"),
+        ({"methods": ("top_k",)}, "methods: .* nothing but a dial, got 'top_k', which also needs a value for k; known"),
+        ({"alphas": {"optt": [0.1]}}, "alphas: expected one of .*'optt'; did you mean 'opt'"),
+        ({"alphas": {"specdecode": [0.1]}}, "alphas: expected one of .*, got 'specdecode'"),
+        ({"alphas": {"typical": [0.1]}}, "alphas: expected one of .*, got 'typical'"),
         ({"scorers": ("bleu",)}, "scorer: expected one of"),
         ({"split": "tset"}, "split: .*tset"),
     ],
