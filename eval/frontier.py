@@ -63,6 +63,11 @@ class FrontierConfig:
     losses: tuple[str, ...] = REPLAY_LOSSES
     budgets: tuple[float, ...] = (0.25, 0.5, 0.75)
 
+    def __post_init__(self) -> None:
+        for name, least in (("points", 2), ("resamples", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"frontier.{name}: expected at least {least}, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Frontiers:

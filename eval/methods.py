@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from ..cascade.blocks import TargetRule
 from ..router import rules
 
-__all__ = ["DIALS", "LOSS_NOTES", "REPLAY_LOSSES", "Dial", "Method", "check_loss", "plug_in_methods", "router_method"]
+__all__ = [
+    "DIALS",
+    "LOSS_NOTES",
+    "REPLAY_LOSSES",
+    "Dial",
+    "Method",
+    "check_loss",
+    "missing_arguments",
+    "plug_in_methods",
+    "router_method",
+]
 
 LOSS_NOTES: dict[str, str] = {
     "zero_one": "0-1 loss of the emitted argmax; rejection as sampled at the trace's temperature",
@@ -91,6 +101,14 @@ def check_loss(loss: str) -> None:
     """
     if loss not in REPLAY_LOSSES:
         raise ValueError(f"loss: expected one of {', '.join(REPLAY_LOSSES)}, got {loss!r}")
+
+
+def missing_arguments(name: str) -> list[str]:
+    """Name the arguments of a rule that it needs and a comparison has no way to give: all but its dial."""
+    rule: Any = rules.RULES[name]
+    dial = DIALS[name].argument if name in DIALS else ""
+    needed = [field.name for field in fields(rule) if field.default is MISSING and field.default_factory is MISSING]
+    return [argument for argument in needed if argument != dial]
 
 
 def plug_in_methods(names: Iterable[str] | None = None) -> list[Method]:

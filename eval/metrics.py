@@ -74,13 +74,13 @@ def curve_area(rejection: ArrayLike, loss: ArrayLike, limit: ArrayLike) -> Array
     """Mean height ``[...]`` over rejection 0 to ``limit`` of the curve through the points ``[..., M]``.
 
     The curve is flat before its first and after its last point. A point left of its predecessor (resampling can
-    do that to settings that are nearly equal) is moved onto it.
+    do that to settings that are nearly equal) is moved onto it. Over nothing (a resample in which the two models
+    never differ has limit 0) the mean is NaN.
     """
     x = np.maximum.accumulate(np.asarray(rejection, dtype=np.float64), axis=-1)
     y = np.asarray(loss, dtype=np.float64)
     stop = np.asarray(limit, dtype=np.float64)
-    if np.any(stop <= 0):
-        raise ValueError("limit: expected a positive rejection rate (do the two models differ at all?)")
+    stop = np.where(stop > 0, stop, np.nan)
     left, right = np.minimum(x[..., :-1], stop[..., None]), np.minimum(x[..., 1:], stop[..., None])
     width = np.maximum(x[..., 1:] - x[..., :-1], 1e-300)
     slope = (y[..., 1:] - y[..., :-1]) / width

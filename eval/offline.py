@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,7 @@ def check_router(rule: Any, identity: PairIdentity) -> None:
         ValueError: vocabulary or weights differ; both pairs are named.
     """
     if hasattr(rule, "check_pair"):
-        rule.check_pair(
-            vocabulary_fingerprint=identity.vocabulary_fingerprint,
-            drafter=identity.drafter,
-            verifier=identity.verifier,
-            drafter_digest=identity.drafter_digest,
-            verifier_digest=identity.verifier_digest,
-        )
+        rule.check_pair(**asdict(identity))
 
 
 def open_replays(traces: Traces, splits: Iterable[str]) -> dict[str, Replay]:

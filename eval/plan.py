@@ -17,7 +17,7 @@ from ..cascade.blocks import TargetRule
 from ..router import rules
 from ..router.checks import check_choice
 from .grid import alpha_for_rejection
-from .methods import Method, plug_in_methods
+from .methods import DIALS, Method, missing_arguments, plug_in_methods
 from .metrics import bootstrap_weights, interval, resampled_means, sum_by_prompt
 from .replay import Replay
 
@@ -64,8 +64,11 @@ def plan_settings(
         router_digests: what tells two bundles of one name apart.
 
     Raises:
-        ValueError: an unknown method, or no traces where an α must be chosen.
+        ValueError: an unknown method or one that needs more than a dial, αs for what has no dial, or no traces where
+            an α must be chosen.
     """
+    for name in alphas:
+        check_choice("alphas", name, [*DIALS, *(routers or ["router"])])
     settings: list[Setting] = []
     for name in _expand(methods, routers):
         if name in SINGLE_MODELS:
@@ -85,9 +88,14 @@ def plan_settings(
 
 def _expand(methods: Sequence[str], routers: Mapping[str, Method]) -> list[str]:
     expanded: list[str] = []
+    known = [*SINGLE_MODELS, *(name for name in rules.RULES if not missing_arguments(name)), "router", *routers]
     for name in methods:
-        if name != "router":
-            check_choice("methods", name, [*SINGLE_MODELS, *rules.RULES, "router", *routers])
+        if name in rules.RULES and (missing := missing_arguments(name)):
+            raise ValueError(
+                f"methods: expected rules that need nothing but a dial, got {name!r}, which also needs a value for "
+                f"{', '.join(missing)}; known: {', '.join(known)}"
+            )
+        check_choice("methods", name, known)
         expanded += list(routers) if name == "router" else [name]
     return list(dict.fromkeys(expanded))
 

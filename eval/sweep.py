@@ -157,7 +157,7 @@ def _run_units(
     units = list(_units(config, settings, prompts))
     engines = {setting.key: _build_engine(setting, config, pair) for setting in settings}
     waiting = [unit for unit in units if unit[2] not in journal]
-    if waiting:
+    if waiting and config.warmup_tokens:
         _warm_up(config, settings, engines, prompts[0])
     with Progress("live run", len(units) * config.max_new_tokens, unit="tokens at most") as progress:
         progress.skip((len(units) - len(waiting)) * config.max_new_tokens)

@@ -21,9 +21,7 @@ EXAMPLE = """\
 def run(arguments: list[str]) -> None:
     """Parse the arguments and compare."""
     from ..eval.config import EvaluateConfig
-    from ..eval.offline import run_offline
-    from ..eval.sweep import run_sweep
+    from ..eval.sweep import evaluate
 
     config = CommandLine("evaluate", EvaluateConfig, DESCRIPTION, EXAMPLE).parse(arguments)
-    out = run_offline(config) if config.offline else run_sweep(config)
-    write_config(config, out, "config.offline.yaml" if config.offline else "config.yaml")
+    write_config(config, evaluate(config), "config.offline.yaml" if config.offline else "config.yaml")

@@ -124,6 +124,21 @@ def test_the_seed_decides_the_intervals_and_nothing_else(splits, frontiers):
     assert not other.points["quality_low"].equals(frontiers.points["quality_low"])
 
 
+def test_a_resample_without_a_differing_prompt_only_leaves_the_interval(build_trace):
+    made = build_trace(prompts=3)
+    made.stats.tv[made.prompt_index > 0] = 0.0
+    replay = Replay(made, None)
+    config = FrontierConfig(points=5, resamples=60, losses=("sampled",))
+    area = measure_frontiers(plug_in_methods(["opt"]), replay, replay, config).summary["sampled"]["area"]["opt"]
+    assert area["low"] <= area["value"] <= area["high"]
+
+
+@pytest.mark.parametrize("change", [{"points": 1}, {"resamples": 0}])
+def test_a_config_that_cannot_be_drawn_is_refused(change):
+    with pytest.raises(ValueError, match=rf"frontier\.{next(iter(change))}: expected at least"):
+        FrontierConfig(**change)
+
+
 def test_models_that_never_differ_are_refused(build_trace):
     made = build_trace(prompts=4)
     same = type(made)(**{**made.__dict__, "stats": made.stats.greedy()})

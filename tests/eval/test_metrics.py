@@ -63,9 +63,11 @@ def test_the_area_of_many_curves_at_once_equals_one_by_one():
     assert curve_at(x, y, limits) == pytest.approx([np.interp(limits[i], x[i], y[i]) for i in range(5)])
 
 
-def test_an_area_over_nothing_is_refused():
-    with pytest.raises(ValueError, match="limit: expected a positive rejection rate"):
-        curve_area([0.0, 0.5], [1.0, 0.0], 0.0)
+def test_an_area_over_nothing_is_nan_and_leaves_the_other_curves_and_the_interval_alone():
+    curves = np.array([[0.0, 0.5], [0.0, 0.0], [0.0, 0.5]]), np.tile([1.0, 0.0], (3, 1))
+    areas = curve_area(*curves, [0.5, 0.0, 0.5])
+    assert areas == pytest.approx([0.5, np.nan, 0.5], nan_ok=True)
+    assert interval(0.5, areas).low == interval(0.5, areas).high == pytest.approx(0.5)
 
 
 def test_sums_by_prompt():

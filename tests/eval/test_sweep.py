@@ -10,6 +10,8 @@ from speccascade.data.pairs import Pair, PairIdentity
 from speccascade.data.prompts import PromptConfig
 from speccascade.eval import sweep
 from speccascade.eval.config import EvaluateConfig
+from speccascade.eval.methods import DIALS
+from speccascade.eval.plan import plan_settings
 from speccascade.eval.replay import Replay
 from speccascade.eval.report import report
 from speccascade.eval.sweep import run_sweep
@@ -108,6 +110,13 @@ def test_a_finished_run_generates_nothing_more(config, monkeypatch):
     assert len(fewer) == 2 * 3
 
 
+def test_no_warm_up_changes_no_answer(config, tmp_path):
+    chosen = replace(config, methods=("drafter", "specdecode"), limit=1)
+    warm = results_of(run_sweep(chosen))
+    cold = results_of(run_sweep(replace(chosen, warmup_tokens=0, out=str(tmp_path / "cold"))))
+    pd.testing.assert_frame_equal(cold.drop(columns=TIMINGS), warm.drop(columns=TIMINGS))
+
+
 def test_same_seed_same_answers_other_seed_others(config, tmp_path):
     texts = [
         results_of(run_sweep(replace(config, seed=seed, out=str(tmp_path / name))))["text"].tolist()
@@ -146,10 +155,23 @@ def test_alphas_given_by_hand_need_no_traces(config):
         run_sweep(replace(chosen, methods=("diff",)))
 
 
+def test_every_method_that_is_offered_can_be_built():
+    with pytest.raises(ValueError, match="expected one of") as refused:
+        plan_settings(["?"], {}, {}, (), None, True, {})
+    offered = str(refused.value).partition("one of ")[2].partition(", got")[0].split(", ")
+    alphas = {name: [0.5] for name in DIALS}
+    assert len(plan_settings(offered, {}, alphas, (), None, True, {})) == len(offered) - len(["router"])
+    assert "typical" in offered and "top_k" not in offered
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"methods": ("optt",)}, "methods: expected one of .*'optt'; did you mean 'opt'"),
+        ({"methods": ("top_k",)}, "methods: .* nothing but a dial, got 'top_k', which also needs a value for k; known"),
+        ({"alphas": {"optt": [0.1]}}, "alphas: expected one of .*'optt'; did you mean 'opt'"),
+        ({"alphas": {"specdecode": [0.1]}}, "alphas: expected one of .*, got 'specdecode'"),
+        ({"alphas": {"typical": [0.1]}}, "alphas: expected one of .*, got 'typical'"),
         ({"scorers": ("bleu",)}, "scorer: expected one of"),
         ({"split": "tset"}, "split: .*tset"),
     ],
@@ -160,7 +182,16 @@ def test_a_wrong_name_is_refused_before_anything_runs(config, change, message):
 
 
 @pytest.mark.parametrize(
-    "change", [{"gamma": 0}, {"limit": 0}, {"repeats": 0}, {"budgets": (1.2,)}, {"scorers": ()}, {"max_new_tokens": 0}]
+    "change",
+    [
+        {"gamma": 0},
+        {"limit": 0},
+        {"repeats": 0},
+        {"budgets": (1.2,)},
+        {"scorers": ()},
+        {"max_new_tokens": 0},
+        {"warmup_tokens": -1},
+    ],
 )
 def test_a_config_that_cannot_run_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
