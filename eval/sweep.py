@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from filelock import FileLock, Timeout
 
+from .. import __version__
 from ..cascade.engine import SpeculativeCascade
 from ..cascade.single import SingleModel
 from ..data.pairs import Pair, PairIdentity, load_pair
@@ -53,10 +56,32 @@ def run_sweep(config: EvaluateConfig) -> Path:
 
     Raises:
         ValueError: a foreign run in ``out``, an unknown method or scorer, no prompts, or a router of another pair.
+        OSError: another run is writing to ``out``.
     """
     for name in config.scorers:
         find_scorer(name)
     out = Path(config.out)
+    with _sole_writer(out):
+        _run_and_write(config, out)
+    return out
+
+
+@contextmanager
+def _sole_writer(out: Path) -> Iterator[None]:
+    """Hold the folder's lock: of two runs at once, each would generate what the other has, into one file."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise OSError(f"out: another run is writing to {out}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _run_and_write(config: EvaluateConfig, out: Path) -> None:
     routers = open_routers(config.router)
     replays, recorded = _open_traces(config)
     digests = {name: router_digest(directory) for name, directory in zip(routers, config.router, strict=True)}
@@ -73,7 +98,6 @@ def run_sweep(config: EvaluateConfig) -> Path:
     write_table(out / "results.parquet", _collect_results(config, settings, prompts, journal))
     write_table(out / "settings.parquet", _describe_settings(config, settings, replays.get(config.split), greedy))
     write_json(out / "run.json", _describe(config, pair, len(prompts)))
-    return out
 
 
 def _load_prompts(config: EvaluateConfig, pair: Pair) -> list[_Prompt]:
@@ -115,12 +139,17 @@ def _check_pair(config: EvaluateConfig, settings: Sequence[Setting], pair: Pair,
 
 
 def _identity(config: EvaluateConfig, pair: Pair) -> dict[str, Any]:
-    """Everything that decides an answer, apart from the setting and the prompt."""
+    """Everything that decides an answer, apart from the setting and the prompt; keys as in `TracePlan`."""
     names = ("gamma", "temperature", "top_p", "top_k", "max_new_tokens", "seed", "cut_reference")
     prompts = {name: value for name, value in asdict(config.prompts).items() if name not in ("limit", "splits")}
     return {
-        "drafter": pair.identity.drafter_digest,
-        "verifier": pair.identity.verifier_digest,
+        "code_version": __version__,
+        "drafter_digest": pair.identity.drafter_digest,
+        "verifier_digest": pair.identity.verifier_digest,
+        "vocabulary_fingerprint": pair.identity.vocabulary_fingerprint,
+        "vocab_size": pair.vocab_size,
+        "dtype": str(pair.verifier.dtype).removeprefix("torch."),
+        "device": pair.verifier.device.type,
         "prompts": prompts,
         **{name: getattr(config, name) for name in names},
     }

@@ -1,10 +1,13 @@
 """A live run on tiny random models: the plan, resuming after a kill, the same table, and the report on top of it."""
 
 import json
+import re
+from copy import deepcopy
 from dataclasses import replace
 
 import pandas as pd
 import pytest
+import torch
 
 from speccascade.data.pairs import Pair, PairIdentity
 from speccascade.data.prompts import PromptConfig
@@ -133,10 +136,51 @@ def test_greedy_specdecode_is_the_verifier_alone_and_the_report_says_which_setti
     assert "gave exactly the texts of another one" in page and "At temperature 0 many settings decide alike" in page
 
 
-def test_another_run_in_the_folder_is_refused(config):
+OF_CONFIG = {
+    "gamma": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_new_tokens": 8, "seed": 1, "cut_reference": True
+}  # fmt: skip
+OF_PAIR = {"drafter_digest": "e" * 8, "verifier_digest": "e" * 8, "vocabulary_fingerprint": "e" * 8}
+OF_MACHINE = ("code_version", "vocab_size", "dtype", "device", "prompts")
+
+
+@pytest.mark.parametrize("key", [*OF_CONFIG, *OF_PAIR, *OF_MACHINE])
+def test_another_run_in_the_folder_is_refused(config, pair, monkeypatch, key):
+    config = replace(config, methods=("drafter",), traces=None, limit=1)
     run_sweep(config)
-    with pytest.raises(ValueError, match="holds a run with gamma=3, this one has 4"):
-        run_sweep(replace(config, gamma=4))
+    found = sweep._identity(config, pair)
+    if key in OF_CONFIG:
+        config = replace(config, **{key: OF_CONFIG[key]})
+    elif key in OF_PAIR:
+        pair = replace(pair, identity=replace(pair.identity, **{key: OF_PAIR[key]}))
+    elif key == "vocab_size":
+        pair = replace(pair, vocab_size=59)
+    elif key == "prompts":
+        config = replace(config, prompts=replace(config.prompts, instruction="Say {prompt}"))
+    elif key == "code_version":
+        monkeypatch.setattr(sweep, "__version__", "0.0.0")
+    else:
+        other = deepcopy(pair.verifier).to(torch.float16 if key == "dtype" else "meta")
+        pair = replace(pair, verifier=other)
+    monkeypatch.setattr(sweep, "load_pair", lambda _: pair)
+    with pytest.raises(ValueError, match=rf"holds a run with {key}={re.escape(repr(found[key]))}, this one has"):
+        run_sweep(config)
+
+
+def test_every_key_of_a_run_is_tried_above(config, pair):
+    assert {*OF_CONFIG, *OF_PAIR, *OF_MACHINE} == set(sweep._identity(config, pair))
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(config, monkeypatch):
+    generate = sweep._generate
+
+    def meanwhile(*arguments):
+        with pytest.raises(OSError, match="out: another run is writing to"):
+            run_sweep(config)
+        return generate(*arguments)
+
+    config = replace(config, methods=("drafter",), limit=1)
+    monkeypatch.setattr(sweep, "_generate", meanwhile)
+    run_sweep(config)
 
 
 def test_traces_of_another_pair_are_refused(config, pair, monkeypatch):
