@@ -1,10 +1,13 @@
-"""Checks of arguments that rules and routers share: each error names the argument, the range and what came."""
+"""Checks of arguments that every layer shares: each error names the argument, what was expected and what came.
+
+Nothing but the standard library is imported: ``speccascade --help`` passes through here.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
-__all__ = ["check_choice", "check_range", "nearest"]
+__all__ = ["check_choice", "check_range", "nearest", "unknown_name"]
 
 
 def check_range(name: str, value: float, low: float, high: float, *, below_high: bool = False) -> None:
@@ -21,10 +24,27 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is among ``choices``; name the nearest."""
     choices = tuple(choices)
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
+        raise ValueError(unknown_name(name, value, choices))
 
 
-def nearest(value: object, choices: Iterable[str]) -> str:
-    """Return '; did you mean …?' for the closest choice, or nothing."""
-    close = get_close_matches(str(value).lower(), list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def unknown_name(argument: str, given: object, known: Iterable[str]) -> str:
+    """Say that ``given`` is no value of ``argument``: what is known, and the nearest.
+
+    >>> unknown_name("split", "tran", ["train", "test"])
+    "split: expected one of train, test, got 'tran'; did you mean 'train'?"
+    """
+    names = [str(name) for name in known]
+    return f"{argument}: expected one of {', '.join(names)}, got {given!r}{nearest(given, names)}"
+
+
+def nearest(given: object, known: Iterable[str], spell: Callable[[str], str] = repr) -> str:
+    """Return ``"; did you mean …?"`` with the closest known name, in any case, as ``spell`` writes it; or nothing.
+
+    >>> nearest("colect", ["collect", "train"])
+    "; did you mean 'collect'?"
+    >>> nearest("xyz", ["collect"])
+    ''
+    """
+    names = {name.lower(): name for name in known}
+    close = get_close_matches(str(given).lower(), list(names), n=1, cutoff=0.5)
+    return f"; did you mean {spell(names[close[0]])}?" if close else ""

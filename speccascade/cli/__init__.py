@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from .shell import UsageError, guard, suggest
+from ..router.checks import nearest
+from .shell import UsageError, guard
 
 __all__ = ["COMMANDS", "main"]
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(command: str, arguments: list[str]) -> None:
     if command not in COMMANDS:
-        raise UsageError(f"unknown command {command!r}{suggest(command, COMMANDS)}; one of: {', '.join(COMMANDS)}")
+        raise UsageError(f"unknown command {command!r}{nearest(command, COMMANDS)} One of: {', '.join(COMMANDS)}")
     module = import_module(f".{command.replace('-', '_')}", __name__)
     module.run(arguments)
 

@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 import jsonargparse
 import yaml
 
-from .shell import UsageError, find_config, nearest, suggest
+from ..router.checks import nearest
+from .shell import UsageError, find_config
 
 __all__ = ["CommandLine", "write_config"]
 
@@ -107,8 +108,7 @@ class CommandLine(Generic[ConfigT]):
     def _check_flag(self, name: str) -> None:
         if name == "config" or self._is_known(name):
             return
-        near = nearest(name, (*self.leaves, "config", "help"))
-        hint = f", did you mean --{_dashed(near)}?" if near else ""
+        hint = nearest(name, (*self.leaves, "config", "help"), lambda near: f"--{_dashed(near)}")
         raise UsageError(f"unknown option --{_dashed(name)}{hint} (speccascade {self.command} --help lists them)")
 
     def _is_known(self, name: str) -> bool:
@@ -129,7 +129,7 @@ class CommandLine(Generic[ConfigT]):
             raise UsageError(f"{path}: expected keys with values, got {type(content).__name__}")
         for key in _dotted_keys(content):
             if not self._is_known(key):
-                raise UsageError(f"{path}: unknown key {key!r}{suggest(key, self.leaves)}")
+                raise UsageError(f"{path}: unknown key {key!r}{nearest(key, self.leaves)}")
 
 
 def _build_parser(

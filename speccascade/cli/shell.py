@@ -1,4 +1,4 @@
-"""What every command shares: one-line errors with exit codes, suggestions and packaged configs.
+"""What every command shares: one-line errors with exit codes, and packaged configs.
 
 Knows no command and no config. Imports nothing heavy, since ``speccascade --help`` passes through here.
 """
@@ -7,39 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["UsageError", "find_config", "guard", "nearest", "suggest"]
+from ..router.checks import nearest
+
+__all__ = ["UsageError", "find_config", "guard"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class UsageError(ValueError):
     """The command line or a config file asks for something that does not exist."""
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word closest to a mistyped one, if any is close.
-
-    >>> nearest("colect", ["collect", "train"])
-    'collect'
-    """
-    found = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``", did you mean 'x'?"`` or nothing.
-
-    >>> suggest("colect", ["collect", "train"])
-    ", did you mean 'collect'?"
-    >>> suggest("xyz", ["collect"])
-    ''
-    """
-    found = nearest(word, known)
-    return f", did you mean {found!r}?" if found else ""
 
 
 def guard(name: str, action: Callable[[], None], *, debug: bool = False) -> int:
@@ -95,7 +74,7 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     if given.as_posix() in candidates:
         return candidates[given.as_posix()]
     near = [*candidates, *(path.as_posix() for path in given.parent.glob("*.yaml"))]
-    raise UsageError(f"--config: no such file: {str(name)!r}{suggest(given.as_posix(), near)}")
+    raise UsageError(f"--config: no such file: {str(name)!r}{nearest(given.as_posix(), near)}")
 
 
 def _config_folders() -> list[Path]:

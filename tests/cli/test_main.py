@@ -46,7 +46,7 @@ def test_no_command_shows_help_and_fails(capsys) -> None:
 def test_unknown_command_is_answered_with_the_nearest(capsys) -> None:
     assert main(["colect"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("speccascade: error: unknown command 'colect', did you mean 'collect'?")
+    assert message.startswith("speccascade: error: unknown command 'colect'; did you mean 'collect'?")
     assert message.count("\n") == 1
 
 
@@ -134,4 +134,4 @@ def test_train_router_is_the_train_command() -> None:
         [sys.executable, "train_router.py", "--model.knd", "mlp"], cwd=root, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "unknown option --model.knd, did you mean --model.kind?" in done.stderr
+    assert "unknown option --model.knd; did you mean --model.kind?" in done.stderr

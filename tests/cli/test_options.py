@@ -102,8 +102,8 @@ def test_the_resolved_config_reads_back(line, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--out o --max-new-token 3", "unknown option --max-new-token, did you mean --max-new-tokens?"),
-        ("--out o --pair.drafer x", "unknown option --pair.drafer, did you mean --pair.drafter?"),
+        ("--out o --max-new-token 3", "unknown option --max-new-token; did you mean --max-new-tokens?"),
+        ("--out o --pair.drafer x", "unknown option --pair.drafer; did you mean --pair.drafter?"),
         ("--out o --zzzzz 3", "unknown option --zzzzz (speccascade sample --help lists them)"),
         ("--out o --max-new-tokens many", "--max-new-tokens: expected int, got 'many'"),
         ("--out o --kind mpl", "--kind: expected Literal['mlp', 'linear'], got 'mpl'"),
@@ -121,8 +121,8 @@ def test_bad_flags_are_refused_on_one_line(line, words: str, message: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_new_token: 3", "unknown key 'max_new_token', did you mean 'max_new_tokens'?"),
-        ("pair: {drafer: 3}", "unknown key 'pair.drafer', did you mean 'pair.drafter'?"),
+        ("max_new_token: 3", "unknown key 'max_new_token'; did you mean 'max_new_tokens'?"),
+        ("pair: {drafer: 3}", "unknown key 'pair.drafer'; did you mean 'pair.drafter'?"),
         ("- 1", "expected keys with values, got list"),
         ("a: [", "not valid YAML"),
         ("out: o\nmax_new_tokens: many", "--max-new-tokens: expected int, got 'many'"),
