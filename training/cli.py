@@ -15,7 +15,6 @@ from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from ..data.progress import announce
+from ..router.checks import nearest
 from .calibrate import CalibrationConfig
 from .datamodule import TraceDataModule
 from .export import ExportConfig, export_router
@@ -80,8 +80,8 @@ class EpochLine(pl.Callback):
     def __init__(self, every: int = 5) -> None:
         self.every = every
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the epoch's figures."""
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the epoch's figures; `on_validation_epoch_end` would come before the module has logged them."""
         if trainer.sanity_checking or not trainer.is_global_zero or trainer.current_epoch % self.every:
             return
         known = trainer.callback_metrics
@@ -190,6 +190,7 @@ def _parse(words: list[str]) -> RouterCLI:
             "usage": "speccascade train [--config FILE.yaml] [options]",
             "description": _DESCRIPTION,
             "formatter_class": _Help,
+            "allow_abbrev": False,
         },
         auto_configure_optimizers=False,
         args=words,
@@ -240,5 +241,4 @@ def _explain(message: str, known: Iterable[str]) -> str:
 
 
 def _suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
-    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f", did you mean {dashes}{near[0]}?" if near else " (--help lists them)"
+    return nearest(name, known, lambda near: f"{dashes}{near}") or " (--help lists them)"

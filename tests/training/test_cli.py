@@ -1,5 +1,6 @@
 """Training from the command line: one run from traces to a router that loads; mistakes are answered on one line."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -42,6 +43,25 @@ def test_a_run_leaves_checkpoint_log_config_and_router(trained: Path, traces_dir
     assert router.config.trace_digest == Traces.open(traces_dir).manifest.digest
     assert router.config.task == "made-up positions"
     assert router.config.drafter == "small"
+
+
+def test_the_line_of_an_epoch_shows_that_epoch(
+    traces_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([
+        f"--data.traces={traces_dir}", f"--out={tmp_path}", "--trainer.max_epochs=6", "--data.batch-size=1024",
+        "--bundle.enabled=false",
+    ])  # fmt: skip
+    shown = re.findall(
+        r"epoch +(\d+) of at most 6: validation loss ([\d.]+), frontier area 0-1 ([\d.]+), sampled ([\d.]+)",
+        capsys.readouterr().err,
+    )
+    with (tmp_path / "logs" / "csv" / "metrics.csv").open() as file:
+        logged = {int(row["epoch"]) + 1: row for row in csv.DictReader(file) if row["val_loss"]}
+    assert [int(epoch) for epoch, *_ in shown] == [1, 6]
+    for epoch, *figures in shown:
+        of_epoch = [logged[int(epoch)][name] for name in ("val_loss", "val_area_zero_one", "val_area_sampled")]
+        assert figures == [f"{float(figure):.4f}" for figure in of_epoch]
 
 
 def test_the_router_decides_as_its_calibration_says(trained: Path, traces_dir: Path) -> None:
@@ -89,11 +109,11 @@ def test_what_cannot_be_exported_is_named(trained: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        (["--model.knd=mlp"], r"unknown option --model\.knd, did you mean --model\.kind\?"),
-        (["--dta.traces=x"], r"unknown option --dta\.traces, did you mean --data\.traces\?"),
+        (["--model.knd=mlp"], r"unknown option --model\.knd; did you mean --model\.kind\?"),
+        (["--dta.traces=x"], r"unknown option --dta\.traces; did you mean --data\.traces\?"),
         (["--model.kind=liner"], "did you mean 'linear'"),
         (["--model.learning_rate=fast"], r"--model\.learning_rate: expected float, got 'fast'"),
-        (["--trainer.max_epoch=3"], "manifest"),
+        (["--trainer.max_epoch=3"], r"unknown option --trainer\.max_epoch; did you mean --trainer\.max_epochs\?"),
         (["--config=nowhere.yaml"], r"nowhere\.yaml"),
         (["--data.traces=nowhere"], "nowhere"),
         (["--data.batch_size=0"], "batch_size: expected at least 1, got 0"),
@@ -120,7 +140,7 @@ def test_an_unknown_key_in_a_file_is_named(capsys: pytest.CaptureFixture[str], t
     config = tmp_path / "config.yaml"
     config.write_text("model:\n  hiden: [32]\n")
     assert speccascade(["train", "--config", str(config)]) == 2
-    assert "unknown key model.hiden, did you mean model.hidden?" in capsys.readouterr().err
+    assert "unknown key model.hiden; did you mean model.hidden?" in capsys.readouterr().err
 
 
 def test_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
