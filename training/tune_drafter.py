@@ -7,6 +7,7 @@ tokenizer and a `provenance.json`: layers kept, figures before and after, cost r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..cascade.models import TransformersLM
-from ..data.pairs import load_model, load_tokenizer
+from ..data.pairs import load_model, load_tokenizer, weight_digest
 from ..data.progress import Progress, announce
 from ..data.prompts import PromptConfig, encode_example, load_examples
 from .distil import Agreement, Batch, Distiller, TokenisedExample, batches_of, compare, shuffled_batches
@@ -94,22 +95,22 @@ class TuneDrafterConfig:
 
 
 def tune_drafter(config: TuneDrafterConfig) -> Path:
-    """Make the drafter and return its folder; a folder made with the same settings is returned as it is.
+    """Make the drafter and return its folder; a folder made with the same settings of the same files is kept.
 
     Raises:
         ValueError: `out` holds something else, a split is empty, or the layers do not exist.
     """
     out = Path(config.out)
-    if _is_made(out, config):
+    made_of = _made_of(out, config)
+    tokenizer = load_tokenizer(config.verifier)
+    tune = _tokenise(config, tokenizer, config.tune_split)
+    check = _tokenise(config, tokenizer, config.check_split)[: config.check_examples]
+    if made_of is not None and _is_same(made_of, _sources(config, tune, check), out, config):
         announce(f"Drafter ready: {out} (made before with these settings)")
         return out
     started = time.monotonic()
     teacher = load_model(config.verifier, dtype=config.dtype, device=config.device).eval()
-    tokenizer = load_tokenizer(config.verifier)
-    tune = _tokenise(config, tokenizer, config.tune_split)
-    held_out = batches_of(
-        _tokenise(config, tokenizer, config.check_split)[: config.check_examples], config.batch_size, teacher.device
-    )
+    held_out = batches_of(check, config.batch_size, teacher.device)
     kept = _layers_to_keep(config, teacher, tune)
     student = keep_layers(teacher, kept).to(teacher.device)
     announce(f"Keeping {len(kept)} of {len(layer_stack(teacher)[1])} layers: {_as_ranges(kept)}")
@@ -122,6 +123,7 @@ def tune_drafter(config: TuneDrafterConfig) -> Path:
     provenance = {
         "made_by": f"speccascade {__version__} tune-drafter",
         "settings": _settings(config),
+        "sources": _sources(config, tune, check),
         "layers_kept": kept,
         "layers_of_verifier": len(layer_stack(teacher)[1]),
         "measured_on": f"{config.check_split} split, teacher-forced at reference tokens, temperature 1",
@@ -141,30 +143,44 @@ def tune_drafter(config: TuneDrafterConfig) -> Path:
     return out
 
 
-def _is_made(out: Path, config: TuneDrafterConfig) -> bool:
-    """Whether `out` already holds this drafter.
+def _made_of(out: Path, config: TuneDrafterConfig) -> dict[str, Any] | None:
+    """What the drafter in `out` was made of, if these settings made it; None if one is to be made.
 
     Raises:
         ValueError: it holds something else and `overwrite` is off.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
+        return None
     try:
-        settings = json.loads((out / PROVENANCE_FILE).read_text(encoding="utf-8"))["settings"]
+        provenance = json.loads((out / PROVENANCE_FILE).read_text(encoding="utf-8"))
+        settings, sources = dict(provenance["settings"]), dict(provenance.get("sources", {}))
     except (OSError, ValueError, KeyError, TypeError):
         if config.overwrite:
             raise ValueError(f"out: {out} holds no tuned drafter; it is not overwritten") from None
         raise ValueError(f"out: expected a new folder or a tuned drafter, got {out}") from None
-    mine = _settings(config)
-    if settings == mine:
-        return True
-    if not config.overwrite:
-        other = [name for name in mine if settings.get(name) != mine[name]]
-        raise ValueError(
-            f"out: {out} holds a drafter made with another {', '.join(other) or 'set of options'}; "
-            "choose another folder or give --overwrite"
-        )
-    return False
+    return sources if _is_same(settings, _settings(config), out, config) else None
+
+
+def _is_same(made: dict[str, Any], mine: dict[str, Any], out: Path, config: TuneDrafterConfig) -> bool:
+    """Whether what made the drafter in `out` is what would make it now; a difference is refused or overwritten."""
+    if made == mine or config.overwrite:
+        return made == mine
+    other = [name for name in mine if made.get(name) != mine[name]]
+    raise ValueError(
+        f"out: {out} holds a drafter made with another {', '.join(other) or 'set of options'}; "
+        "choose another folder or give --overwrite"
+    )
+
+
+def _sources(
+    config: TuneDrafterConfig, tune: Sequence[TokenisedExample], check: Sequence[TokenisedExample]
+) -> dict[str, str]:
+    """SHA-256 of what the settings only name: the verifier's weights, and the examples as the models read them."""
+    examples = json.dumps([[[example.prompt, example.reference] for example in split] for split in (tune, check)])
+    return {
+        "verifier_weights": weight_digest(config.verifier),
+        "examples": hashlib.sha256(examples.encode()).hexdigest(),
+    }
 
 
 def _settings(config: TuneDrafterConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A drafter made from a tiny verifier: an ordinary folder, the same for the same seed, never half-made."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,29 @@ def test_a_finished_drafter_is_kept_and_another_is_not_overwritten(drafter: Path
     with pytest.raises(ValueError, match=r"made with another steps.*--overwrite"):
         tune_drafter(replace(config, steps=2))
     assert (drafter / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_a_changed_file_under_the_same_name_makes_another_drafter(
+    config: TuneDrafterConfig, tmp_path: Path, tiny_llama: Callable[..., Any]
+) -> None:
+    shutil.copytree(config.verifier, tmp_path / "verifier")
+    questions = tmp_path / "sums.jsonl"
+    shutil.copyfile(str(config.prompts.source), questions)
+    prompts = replace(config.prompts, source=str(questions))
+    mine = replace(config, out=tmp_path / "d", verifier=str(tmp_path / "verifier"), prompts=prompts, steps=1)
+    tune_drafter(mine)
+    questions.write_text(questions.read_text().replace("it is", "that is"))
+    with pytest.raises(ValueError, match=r"made with another examples; .*--overwrite"):
+        tune_drafter(mine)
+    before = (mine.out / PROVENANCE_FILE).read_text()
+    tune_drafter(replace(mine, overwrite=True))
+    made = (mine.out / PROVENANCE_FILE).read_text()
+    assert made != before
+    tune_drafter(replace(mine, overwrite=True))
+    assert (mine.out / PROVENANCE_FILE).read_text() == made, "nothing changed, so it is kept"
+    tiny_llama(seed=5, layers=4).save_pretrained(tmp_path / "verifier")
+    with pytest.raises(ValueError, match="made with another verifier_weights; "):
+        tune_drafter(mine)
 
 
 def test_what_is_no_drafter_is_never_overwritten(config: TuneDrafterConfig, tmp_path: Path) -> None:
