@@ -90,6 +90,7 @@ def _with_decider(config: GenerateConfig) -> GenerateConfig:
         raise UsageError("cannot take --alpha and --budget together: choose one")
     if config.budget is not None and (config.rule or config.alone):
         raise UsageError("--budget: only a router can find its own α; give --router, or --alpha for a rule")
+    _refuse_idle_options(config)
     if given:
         return config
     if not Path(DEMO_ROUTER).is_dir():
@@ -97,6 +98,18 @@ def _with_decider(config: GenerateConfig) -> GenerateConfig:
             f"nobody decides: give --rule, --router or --alone (no {DEMO_ROUTER} here; `speccascade demo` makes it)"
         )
     return replace(config, router=DEMO_ROUTER)
+
+
+def _refuse_idle_options(config: GenerateConfig) -> None:
+    """Refuse what would be dropped without a word: options of a rule or a cascade where there is none."""
+    if config.rule_options and config.rule is None:
+        raise UsageError("--rule-options: only a rule takes them; give --rule")
+    if config.alone is not None and config.alpha is not None:
+        raise UsageError("--alpha: a model alone defers to nobody; give --rule or --router")
+    if config.alone is not None and config.gamma != GenerateConfig.gamma:
+        raise UsageError("--gamma: a model alone drafts nothing; give --rule or --router")
+    if config.json and config.show and config.out is None:
+        raise UsageError("cannot take --json and --show together: both write to stdout; choose one, or give --out")
 
 
 def rule_parameters(config: GenerateConfig) -> dict[str, Any]:

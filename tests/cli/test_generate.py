@@ -90,6 +90,11 @@ def test_out_writes_text_and_the_resolved_config(generate, tmp_path) -> None:
         (["x", "--rule=specdecode", "--gamma=0"], "gamma: expected an integer >= 1, got 0"),
         (["--rule=specdecode", "--file=nowhere.txt"], "--file: no such file: 'nowhere.txt'"),
         (["x", "--rule=specdecode", "--temperature=-1"], "temperature"),
+        (["x", "--rule=specdecode", "--json", "--show"], "cannot take --json and --show together"),
+        (["x", "--router=somewhere", "--rule-options.weight=0.5"], "--rule-options: only a rule takes them"),
+        (["x", "--alone=drafter", "--rule-options.weight=0.5"], "--rule-options: only a rule takes them"),
+        (["x", "--alone=drafter", "--alpha=0.3"], "--alpha: a model alone defers to nobody"),
+        (["x", "--alone=verifier", "--gamma=3"], "--gamma: a model alone drafts nothing"),
         (["x"], "nobody decides: give --rule, --router or --alone"),
     ],
 )
