@@ -40,7 +40,7 @@ class EvaluateConfig:
         budgets: shares of lossless decoding's rejection at which α is chosen, for every method alike.
         alphas: αs by method, in place of the budgets.
         gamma: tokens drafted per block.
-        temperature: 0 decodes greedily.
+        temperature: 0 decodes greedily; where budgets choose α, 0 or that of the traces.
         top_p: nucleus of both models; 1 keeps all.
         top_k: tokens that both models are cut to; 0 keeps all.
         max_new_tokens: longest answer.

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from ..cascade.blocks import TargetRule
+from ..cascade.distributions import Sampling
 from ..router import rules
 from ..router.checks import check_choice
 from .grid import alpha_for_rejection
@@ -21,7 +22,7 @@ from .methods import DIALS, Method, missing_arguments, plug_in_methods
 from .metrics import bootstrap_weights, interval, resampled_means, sum_by_prompt
 from .replay import Replay
 
-__all__ = ["SINGLE_MODELS", "Setting", "plan_settings", "replay_settings"]
+__all__ = ["SINGLE_MODELS", "Setting", "check_sampling", "plan_settings", "replay_settings", "samples_as_traced"]
 
 SINGLE_MODELS: dict[str, str] = {"verifier": "Verifier alone", "drafter": "Drafter alone"}
 
@@ -84,6 +85,28 @@ def plan_settings(
             rule = method.build(alpha, "greedy")
             settings.append(Setting(name, method.label, method.kind, None if fixed else alpha, shares, key, rule))
     return settings
+
+
+def samples_as_traced(sampling: Sampling, traced: float) -> bool:
+    """Whether traces at temperature ``traced`` tell what a run decides: greedily, or sampling from all they saw."""
+    if sampling.is_greedy:
+        return True
+    return sampling.temperature == traced and sampling.top_p == 1 and sampling.top_k == 0
+
+
+def check_sampling(settings: Sequence[Setting], sampling: Sampling, traced: float) -> None:
+    """Refuse αs that were chosen by budget on traces of other distributions; αs given by hand are free.
+
+    Raises:
+        ValueError: a temperature that is neither 0 nor ``traced``, or a cut-off by top_p or top_k.
+    """
+    if not any(setting.budgets for setting in settings) or samples_as_traced(sampling, traced):
+        return
+    raise ValueError(
+        f"temperature: expected 0 or the traces' {traced:g}, with nothing cut off by top_p or top_k, since the traces "
+        f"choose α by budget; got {sampling.temperature:g} with top_p={sampling.top_p:g} and top_k={sampling.top_k}; "
+        "collect traces at this temperature, or give alphas"
+    )
 
 
 def _expand(methods: Sequence[str], routers: Mapping[str, Method]) -> list[str]:

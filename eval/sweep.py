@@ -19,16 +19,17 @@ import torch
 from filelock import FileLock, Timeout
 
 from .. import __version__
+from ..cascade.distributions import Sampling
 from ..cascade.engine import SpeculativeCascade
 from ..cascade.single import SingleModel
-from ..data.pairs import Pair, PairIdentity, load_pair
+from ..data.pairs import Pair, load_pair
 from ..data.progress import Progress, announce
 from ..data.prompts import Example, encode_example, end_token_id, load_examples
-from ..data.traces import Traces
+from ..data.traces import Manifest, Traces
 from .config import EvaluateConfig
 from .journal import Journal
 from .offline import check_router, open_replays, open_routers, router_digest, run_offline
-from .plan import Setting, plan_settings, replay_settings
+from .plan import Setting, check_sampling, plan_settings, replay_settings, samples_as_traced
 from .provenance import describe_run
 from .replay import Replay
 from .tables import write_json, write_table
@@ -55,7 +56,8 @@ def run_sweep(config: EvaluateConfig) -> Path:
     """Run what is not done yet and write ``results``, ``settings`` (Parquet) and ``run.json`` into ``config.out``.
 
     Raises:
-        ValueError: a foreign run in ``out``, an unknown method or scorer, no prompts, or a router of another pair.
+        ValueError: a foreign run in ``out``, an unknown method or scorer, no prompts, a router of another pair, or
+            αs to choose on traces of another temperature.
         OSError: another run is writing to ``out``.
     """
     for name in config.scorers:
@@ -83,12 +85,16 @@ def _sole_writer(out: Path) -> Iterator[None]:
 
 def _run_and_write(config: EvaluateConfig, out: Path) -> None:
     routers = open_routers(config.router)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
     replays, recorded = _open_traces(config)
     digests = {name: router_digest(directory) for name, directory in zip(routers, config.router, strict=True)}
-    greedy = config.temperature == 0
+    greedy = sampling.is_greedy
     settings = plan_settings(
         config.methods, routers, config.alphas, config.budgets, replays.get(config.choose_on), greedy, digests
     )
+    comparable = recorded is not None and samples_as_traced(sampling, recorded.plan.temperature)
+    if recorded is not None:
+        check_sampling(settings, sampling, recorded.plan.temperature)
     pair = load_pair(config.pair)
     _check_pair(config, settings, pair, recorded)
     prompts = _load_prompts(config, pair)
@@ -96,7 +102,8 @@ def _run_and_write(config: EvaluateConfig, out: Path) -> None:
     _announce_plan(config, settings, prompts, journal)
     _run_units(config, pair, settings, prompts, journal)
     write_table(out / "results.parquet", _collect_results(config, settings, prompts, journal))
-    write_table(out / "settings.parquet", _describe_settings(config, settings, replays.get(config.split), greedy))
+    test = replays.get(config.split) if comparable else None
+    write_table(out / "settings.parquet", _describe_settings(config, settings, test, greedy))
     write_json(out / "run.json", _describe(config, pair, len(prompts)))
 
 
@@ -115,25 +122,26 @@ def _prepare(example: Example, config: EvaluateConfig, pair: Pair) -> _Prompt:
     return _Prompt(example.prompt_id, torch.as_tensor(prompt_ids).view(1, -1), reference)
 
 
-def _open_traces(config: EvaluateConfig) -> tuple[dict[str, Replay], PairIdentity | None]:
-    """The splits to choose α on and, where the traces have it, to compare with; and whose traces they are."""
+def _open_traces(config: EvaluateConfig) -> tuple[dict[str, Replay], Manifest | None]:
+    """The splits to choose α on and, where the traces have it, to compare with; and what the traces are about."""
     if config.traces is None:
         return {}, None
     traces = Traces.open(config.traces)
     compared = [config.split] if config.split in traces.splits else []
-    return open_replays(traces, (config.choose_on, *compared)), traces.manifest.identity
+    return open_replays(traces, (config.choose_on, *compared)), traces.manifest
 
 
-def _check_pair(config: EvaluateConfig, settings: Sequence[Setting], pair: Pair, recorded: PairIdentity | None) -> None:
+def _check_pair(config: EvaluateConfig, settings: Sequence[Setting], pair: Pair, recorded: Manifest | None) -> None:
     """Refuse traces and routers of another pair: an α that was chosen for it would mean nothing here."""
     for setting in settings:
         check_router(setting.rule, pair.identity)
     if recorded is None:
         return
+    traced = recorded.identity
     for name in ("vocabulary_fingerprint", "drafter_digest", "verifier_digest"):
-        if getattr(recorded, name) != getattr(pair.identity, name):
+        if getattr(traced, name) != getattr(pair.identity, name):
             raise ValueError(
-                f"traces: {config.traces} is about {recorded.drafter} → {recorded.verifier}, the pair given is "
+                f"traces: {config.traces} is about {traced.drafter} → {traced.verifier}, the pair given is "
                 f"{pair.identity.drafter} → {pair.identity.verifier}: the {name.replace('_', ' ')} differs"
             )
 

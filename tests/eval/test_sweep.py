@@ -4,6 +4,7 @@ import json
 import re
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -28,6 +29,10 @@ def pair(tiny_llama, tiny_tokenizer) -> Pair:
     return Pair(tiny_llama(seed=1), tiny_llama(seed=2), tiny_tokenizer, 60, identity)
 
 
+def manifest(identity: PairIdentity, temperature: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(identity=identity, plan=SimpleNamespace(temperature=temperature))
+
+
 @pytest.fixture
 def config(pair, build_trace, tmp_path, monkeypatch) -> EvaluateConfig:
     prompts = tmp_path / "prompts.jsonl"
@@ -35,7 +40,8 @@ def config(pair, build_trace, tmp_path, monkeypatch) -> EvaluateConfig:
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     replays = {name: Replay(build_trace(seed=seed), None) for seed, name in enumerate(("validation", "test"))}
     monkeypatch.setattr(sweep, "load_pair", lambda _: pair)
-    monkeypatch.setattr(sweep, "_open_traces", lambda config: (replays, pair.identity) if config.traces else ({}, None))
+    recorded = manifest(pair.identity)
+    monkeypatch.setattr(sweep, "_open_traces", lambda config: (replays, recorded) if config.traces else ({}, None))
     return EvaluateConfig(
         prompts=PromptConfig(source=str(prompts), chat=False, splits={"test": 1.0}),
         out=str(tmp_path / "run"),
@@ -185,7 +191,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(config, monkeypatch):
 
 def test_traces_of_another_pair_are_refused(config, pair, monkeypatch):
     other = replace(pair.identity, drafter="other", drafter_digest="e" * 8)
-    monkeypatch.setattr(sweep, "_open_traces", lambda config: ({}, other))
+    monkeypatch.setattr(sweep, "_open_traces", lambda config: ({}, manifest(other)))
     with pytest.raises(
         ValueError, match=r"about other → tiny verifier, the pair given is tiny drafter .* drafter digest"
     ):
@@ -197,6 +203,22 @@ def test_alphas_given_by_hand_need_no_traces(config):
     assert results_of(run_sweep(chosen))["alpha"].dropna().unique().tolist() == [0.1, 0.4]
     with pytest.raises(ValueError, match="alphas: expected settings for 'diff', or traces"):
         run_sweep(replace(chosen, methods=("diff",)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7, "methods": ("token_v2",)}]
+)
+def test_budgets_are_refused_where_the_traces_sampled_otherwise(config, change):
+    with pytest.raises(ValueError, match="temperature: expected 0 or the traces' 1, with nothing cut off"):
+        run_sweep(replace(config, **{"methods": ("opt",), **change}))
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"temperature": 0.0, "top_p": 0.9, "top_k": 5}])
+def test_alphas_given_by_hand_and_greedy_decoding_are_free(config, change):
+    by_hand = {"opt": [0.1]} if change["temperature"] else {}
+    folder = run_sweep(replace(config, methods=("opt",), limit=1, alphas=by_hand, **change))
+    compared = "offline_quality" in pd.read_parquet(folder / "settings.parquet")
+    assert compared == (change["temperature"] == 0), "what traces at another temperature say is not shown beside it"
 
 
 def test_every_method_that_is_offered_can_be_built():
