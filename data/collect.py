@@ -21,12 +21,12 @@ from filelock import FileLock, Timeout
 
 from .. import __version__
 from ..cascade.distributions import Sampling
+from ..router.checks import unknown_name
 from .pairs import Pair, PairConfig, file_digest, load_pair
 from .progress import Progress, announce
 from .prompts import Example, PromptConfig, encode_example, load_examples, split_of
 from .scoring import EncodedExample, ScoredRows, make_batches, score_in_order
 from .shards import SCHEMA_VERSION, check_shard, ragged, read_rows, shard_name, write_shard
-from .suggest import unknown_name
 from .summary import describe
 from .traces import MANIFEST, PLAN, Manifest, Shard, TracePlan, Traces, read_plan
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..router.checks import unknown_name
 from .progress import announce, quiet_transformers
-from .suggest import unknown_name
 
 __all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "gsm8k"]
 

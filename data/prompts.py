@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..router.checks import unknown_name
 from .embedded import gsm8k
-from .suggest import unknown_name
 
 __all__ = ["Example", "PromptConfig", "encode_example", "encode_prompt", "end_token_id", "load_examples", "split_of"]
 

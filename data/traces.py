@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..cascade.statistics import STAT_FIELDS, Stats
+from ..router.checks import unknown_name
 from .pairs import PairIdentity, file_digest
 from .shards import SCHEMA_VERSION, read_rows
-from .suggest import unknown_name
 
 __all__ = ["SCHEMA_VERSION", "Manifest", "Shard", "TracePlan", "TraceSplit", "Traces"]
 
