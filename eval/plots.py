@@ -201,7 +201,8 @@ def plot_live(summary: pd.DataFrame, quality_name: str, directory: Path) -> list
         figure, axes = plt.subplots(figsize=(8.2, 5.0))
         for label, method, table in _coinciding(summary):
             look = look_of(method, str(table["kind"].iat[0]), routers)
-            spread = [table["quality"] - table["quality_low"], table["quality_high"] - table["quality"]]
+            ends = table["quality"] - table["quality_low"], table["quality_high"] - table["quality"]
+            spread = [end.to_numpy() for end in ends]  # older matplotlib stumbles over a Series of one
             axes.errorbar(
                 table["calls_per_token"],
                 table["quality"],
