@@ -25,8 +25,8 @@ def render_card(config: RouterConfig) -> str:
         *_calibration(config),
         *_figures(config),
         "## Limits\n\n"
-        f"For this pair and its vocabulary only: `check_pair` refuses another, and `speccascade generate` and `evaluate` "
-        f"call it. {_training_text(config)} "
+        f"For this pair and its vocabulary only: `check_pair` refuses another, and `speccascade generate` and "
+        f"`evaluate` call it. {_training_text(config)} "
         "On text unlike it, the decisions stay valid (every emitted token follows the drafter's or the verifier's "
         "distribution exactly), but the figures above need not hold.",
     ]
@@ -42,7 +42,7 @@ def _header(config: RouterConfig) -> str:
 
 
 def _usage(config: RouterConfig) -> str:
-    budget = "router = router.with_budget(rejection=0.10, greedy=True)   # or let the calibration at temperature 0 choose"
+    budget = "router = router.with_budget(rejection=0.10, greedy=True)   # or let its calibration choose alpha"
     code = [
         "from speccascade import LearnedRouter, SpeculativeCascade",
         "",
