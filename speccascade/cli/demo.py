@@ -138,8 +138,8 @@ def plan_stages(config: DemoConfig) -> list[Stage]:
         Stage("collect", "Collect traces", log, ("traces",), collect_and_note, resumes=True),
         Stage("train", "Train and export the router", training, ("checkpoints", "logs", "router"), train_and_export),
         Stage("offline", "Replay every method offline", offline, ("evaluate",), lambda: run_offline(offline)),
-        Stage("live", "Run the methods live", live, (), run_live, resumes=True),
-        Stage("report", "Write the report", {}, (), lambda: report(results)),
+        Stage("live", "Run the methods live", live, ("evaluate/results.parquet",), run_live, resumes=True),
+        Stage("report", "Write the report", {}, ("evaluate/report.md",), lambda: report(results)),
     ]
 
 
@@ -161,7 +161,7 @@ def run_stages(out: Path, stages: list[Stage], fresh: bool = False) -> list[str]
             continue
         if not (stage.resumes and record.get("key") == key):
             for output in stage.outputs:
-                shutil.rmtree(out / output, ignore_errors=True)
+                _remove(out / output)
         say(f"{label} ...")
         _save(record_file, {"key": key})
         started = time.perf_counter()
@@ -199,6 +199,14 @@ def _read(config: DemoConfig, command: str, config_class: type[Any], **overrides
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _remove(output: Path) -> None:
+    """Remove a folder with all that is in it, or a file; nothing there is fine."""
+    if output.is_dir():
+        shutil.rmtree(output)
+    else:
+        output.unlink(missing_ok=True)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,35 @@ def test_a_lost_output_is_made_again(workshop) -> None:
     (workshop.out / "second" / "finished").unlink()
     (workshop.out / "second").rmdir()
     assert run_stages(workshop.out, workshop.stages()) == ["second"]
+
+
+def test_what_is_lost_with_the_folder_of_an_earlier_stage_is_made_again(tmp_path: Path) -> None:
+    """As `rm -r runs/demo/evaluate` does: stages that write into the same folder must not claim to be there."""
+    table, page = tmp_path / "evaluate" / "results.parquet", tmp_path / "evaluate" / "report.md"
+    stages = [
+        Stage("offline", "Replay", {}, ("evaluate",), (tmp_path / "evaluate").mkdir),
+        Stage("live", "Run", {}, ("evaluate/results.parquet",), lambda: table.write_text("table"), resumes=True),
+        Stage("report", "Report", {}, ("evaluate/report.md",), lambda: page.write_text("page")),
+    ]
+    names = [stage.name for stage in stages]
+    assert run_stages(tmp_path, stages) == names
+    shutil.rmtree(tmp_path / "evaluate")
+    assert run_stages(tmp_path, stages) == names
+    assert run_stages(tmp_path, stages) == []
+    table.unlink()
+    assert run_stages(tmp_path, stages) == ["live"]
+
+
+def test_a_stale_file_is_removed_before_its_stage_begins(tmp_path: Path) -> None:
+    page, found = tmp_path / "page.md", []
+
+    def write() -> None:
+        found.append(page.exists())
+        page.write_text("page")
+
+    for size in (1, 2):
+        run_stages(tmp_path, [Stage("report", "Report", {"size": size}, ("page.md",), write)])
+    assert found == [False, False]
 
 
 @pytest.mark.parametrize("resumes", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,15 @@ def test_a_second_run_reuses_every_stage(first, workplace) -> None:
     assert again.returncode == 0, again.stderr
     assert again.stderr.count(": reused (") == len(STAGES)
     assert again.stdout == first.stdout
+
+
+def test_lost_results_are_made_again(first, workplace) -> None:
+    shutil.rmtree(workplace / "runs" / "demo" / "evaluate")
+    again = _demo(workplace)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count(": reused (") == STAGES.index("offline")
+    for name in ("results.parquet", "frontier.json", "report.md"):
+        assert (workplace / "runs" / "demo" / "evaluate" / name).is_file(), f"{name} is missing"
 
 
 def test_what_the_demo_made_serves_the_other_commands(first, workplace, monkeypatch, capsys) -> None:
