@@ -202,7 +202,7 @@ def plot_live(summary: pd.DataFrame, quality_name: str, directory: Path) -> list
         for label, method, table in _coinciding(summary):
             look = look_of(method, str(table["kind"].iat[0]), routers)
             ends = table["quality"] - table["quality_low"], table["quality_high"] - table["quality"]
-            spread = [end.to_numpy() for end in ends]  # older matplotlib stumbles over a Series of one
+            spread = [end.tolist() for end in ends]  # matplotlib 3.10 takes an array of one for a number
             axes.errorbar(
                 table["calls_per_token"],
                 table["quality"],
