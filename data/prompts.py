@@ -29,7 +29,7 @@ _CALCULATOR_NOTES = re.compile(r"<<[^<>]*>>")
 
 
 def _default_splits() -> dict[str, float]:
-    return {"tune": 0.45, "train": 0.27, "validation": 0.10, "test": 0.18}
+    return {"tune": 0.56, "train": 0.20, "validation": 0.08, "test": 0.16}
 
 
 @dataclass(frozen=True)
