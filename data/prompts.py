@@ -21,7 +21,16 @@ from typing import Any
 from ..router.checks import unknown_name
 from .embedded import gsm8k
 
-__all__ = ["Example", "PromptConfig", "encode_example", "encode_prompt", "end_token_id", "load_examples", "split_of"]
+__all__ = [
+    "Example",
+    "PromptConfig",
+    "encode_example",
+    "encode_prompt",
+    "end_token_id",
+    "end_token_ids",
+    "load_examples",
+    "split_of",
+]
 
 EMBEDDED_GSM8K = "embedded:gsm8k"
 
@@ -175,6 +184,13 @@ def end_token_id(tokenizer: Any, config: PromptConfig) -> int:
     if tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: expected an end-of-text token, got one without")
     return int(tokenizer.eos_token_id)
+
+
+def end_token_ids(tokenizer: Any, config: PromptConfig, model: Any) -> list[int]:
+    """Ids of every token that ends an answer: by the template, and by the model's own generation config."""
+    stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    many = stated if isinstance(stated, (list, tuple)) else [stated]
+    return sorted({end_token_id(tokenizer, config), *(int(token) for token in many if token is not None)})
 
 
 def _chat_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:

@@ -24,7 +24,7 @@ from ..cascade.engine import SpeculativeCascade
 from ..cascade.single import SingleModel
 from ..data.pairs import Pair, load_pair
 from ..data.progress import Progress, announce
-from ..data.prompts import Example, encode_example, end_token_id, load_examples
+from ..data.prompts import Example, encode_example, end_token_ids, load_examples
 from ..data.traces import Manifest, Traces
 from .config import EvaluateConfig
 from .journal import Journal
@@ -241,7 +241,7 @@ def _generate(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
-        eos_token_id=end_token_id(pair.tokenizer, config.prompts),
+        eos_token_id=end_token_ids(pair.tokenizer, config.prompts, pair.verifier),
         seed=seed,
     )
 

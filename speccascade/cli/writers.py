@@ -11,7 +11,7 @@ import torch
 from ..cascade import SingleModel, SpeculativeCascade
 from ..cascade.results import GenerationResult
 from ..data.pairs import Pair, PairConfig, load_pair
-from ..data.prompts import PromptConfig, encode_prompt, end_token_id
+from ..data.prompts import PromptConfig, encode_prompt, end_token_ids
 from ..router import rules
 from ..router.learned import LearnedRouter
 from .request import GenerateConfig, rule_parameters
@@ -46,7 +46,7 @@ class Writer:
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            eos_token_id=self.end_tokens(),
+            eos_token_id=end_token_ids(self.tokenizer, self.prompts, self.pair.verifier),
             seed=config.seed,
             ledger=config.show,
         )
@@ -60,12 +60,6 @@ class Writer:
     def prompts(self) -> PromptConfig:
         """How a prompt is put to the model: in the chat template if there is one and it is wanted."""
         return PromptConfig(chat=self.config.chat and bool(getattr(self.tokenizer, "chat_template", None)))
-
-    def end_tokens(self) -> list[int]:
-        """Every token that ends an answer, by the template or by the verifier's own generation config."""
-        stated = getattr(self.pair.verifier.generation_config, "eos_token_id", None)
-        many = stated if isinstance(stated, (list, tuple)) else [stated]
-        return sorted({end_token_id(self.tokenizer, self.prompts), *(token for token in many if token is not None)})
 
 
 def load_writer(config: GenerateConfig) -> tuple[GenerateConfig, Writer]:

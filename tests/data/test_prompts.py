@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -20,6 +21,7 @@ from speccascade.data.prompts import (
     encode_example,
     encode_prompt,
     end_token_id,
+    end_token_ids,
     load_examples,
     split_of,
 )
@@ -140,6 +142,9 @@ def test_an_answer_in_a_chat_ends_as_the_template_ends_it(tokenizer: Any) -> Non
     tokenizer.chat_template = CHAT.replace("'</s>'", "'<unk>\n'")
     assert end_token_id(tokenizer, PromptConfig()) == 3
     assert end_token_id(tokenizer, PromptConfig(chat=False)) == 2
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 3]))
+    assert end_token_ids(tokenizer, PromptConfig(), model) == [3, 7]
+    assert end_token_ids(tokenizer, PromptConfig(), SimpleNamespace()) == [3]
     assert encode_example(EXAMPLE, tokenizer, PromptConfig())[1][-1] == 3
 
 
