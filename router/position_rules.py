@@ -9,7 +9,7 @@ Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,6 +23,14 @@ __all__ = ["OPT", "BiLDStar", "Chow", "ChowLog", "Diff", "DiffLog", "Fixed", "OP
 
 View = Literal["raw", "processed"]
 VIEWS = ("raw", "processed")
+
+
+def check_dial(rule: Any, low: float, high: float) -> None:
+    """Check a rule's alpha, and from which distributions it reads its terms."""
+    check_range("alpha", rule.alpha, low, high)
+    for term in ("confidence", "tv"):
+        if hasattr(rule, term):
+            check_choice(term, getattr(rule, term), VIEWS)
 
 
 def blend(defer: Bool[Tensor, "B T"], block: VerifyBlock) -> Float[Tensor, "B T V"]:
@@ -68,8 +76,7 @@ class Chow(PositionRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, 0, 1)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, 0, 1)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the drafter's largest probability."""
@@ -84,8 +91,7 @@ class ChowLog(PositionRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, 0, math.inf)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, 0, math.inf)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the drafter's entropy."""
@@ -100,8 +106,7 @@ class Diff(PositionRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -1, 1)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, -1, 1)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the two largest probabilities."""
@@ -116,8 +121,7 @@ class DiffLog(PositionRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -math.inf, math.inf)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, -math.inf, math.inf)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the two entropies."""
@@ -139,9 +143,7 @@ class OPT(PositionRule):
     tv: View = "processed"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -math.inf, math.inf)
-        check_choice("confidence", self.confidence, VIEWS)
-        check_choice("tv", self.tv, VIEWS)
+        check_dial(self, -math.inf, math.inf)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the gain in confidence against the cost of rejecting."""
@@ -158,9 +160,7 @@ class OPTLog(PositionRule):
     tv: View = "processed"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -math.inf, math.inf)
-        check_choice("confidence", self.confidence, VIEWS)
-        check_choice("tv", self.tv, VIEWS)
+        check_dial(self, -math.inf, math.inf)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the loss of entropy against the cost of rejecting."""
@@ -176,8 +176,7 @@ class BiLDStar(PositionRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, 0, math.inf)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, 0, math.inf)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the verifier's surprise at the drafter's choice."""
@@ -196,9 +195,7 @@ class VerifierGap(PositionRule):
     tv: View = "processed"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, 0, math.inf)
-        check_choice("confidence", self.confidence, VIEWS)
-        check_choice("tv", self.tv, VIEWS)
+        check_dial(self, 0, math.inf)
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from what the verifier thinks is lost with the drafter's choice."""

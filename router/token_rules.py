@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..cascade.blocks import VerifyBlock
 from ..cascade.distributions import one_hot_argmax
-from .checks import check_choice, check_range
-from .position_rules import VIEWS, View
+from .checks import check_range
+from .position_rules import View, check_dial
 
 __all__ = ["Ensemble", "Greedyward", "Lossy", "TokenV1", "TokenV2", "TokenV3", "TopK", "Typical", "lossy_beta"]
 
@@ -52,8 +52,7 @@ class TokenV1(TokenRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -1, 1)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, -1, 1)
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
@@ -68,8 +67,7 @@ class TokenV2(TokenRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -1, 1)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, -1, 1)
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
@@ -88,8 +86,7 @@ class TokenV3(TokenRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, -1, 1)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, -1, 1)
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than a fraction of its best."""
@@ -109,8 +106,7 @@ class Greedyward(TokenRule):
     confidence: View = "raw"
 
     def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, 0, 1)
-        check_choice("confidence", self.confidence, VIEWS)
+        check_dial(self, 0, 1)
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
