@@ -80,8 +80,8 @@ class Drafter(Protocol):
     name: str
     vocab_size: int
 
-    def start(self, batch: int) -> DraftState:
-        """Begin with ``batch`` empty rows."""
+    def start(self, prompts: Sequence[Sequence[int]]) -> DraftState:
+        """Begin with a row for each prompt, nothing of it read yet."""
         ...
 
 
@@ -94,9 +94,9 @@ class ModelDrafter:
         self.vocab_size = model.vocab_size
         self.max_length: int | None = getattr(model, "max_length", None)
 
-    def start(self, batch: int) -> "ModelDraftState":
-        """Begin with ``batch`` empty rows."""
-        return ModelDraftState(self.name, self.model.start(batch), self.model.device)
+    def start(self, prompts: Sequence[Sequence[int]]) -> "ModelDraftState":
+        """Begin with a row for each prompt."""
+        return ModelDraftState(self.name, self.model.start(prompts), self.model.device)
 
 
 class ModelDraftState:

@@ -110,13 +110,13 @@ class SpeculativeCascade(GenerationLoop):
         known = [getattr(model, "max_length", None) for model in (self.drafter, self.verifier)]
         return min((length for length in known if length is not None), default=None)
 
-    def open_session(self, batch: int) -> "CascadeSession":
-        """Begin one call with ``batch`` empty rows."""
-        return CascadeSession(self, self.drafter.start(batch), self.verifier.start(batch))
+    def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
+        """Begin one call with a row for each prompt."""
+        return CascadeSession(self, self.drafter.start(prompts), self.verifier.start(prompts))
 
-    def start(self, batch: int) -> "CascadeSession":
+    def start(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin to draft for a larger model: a cascade is a drafter."""
-        return self.open_session(batch)
+        return self.open_session(prompts)
 
     def run_round(
         self,

@@ -57,8 +57,8 @@ class GenerationLoop(ABC):
         """Number of positions that the models know, if they are limited."""
 
     @abstractmethod
-    def open_session(self, batch: int) -> Session:
-        """Begin one call with ``batch`` empty rows."""
+    def open_session(self, prompts: Sequence[Sequence[int]]) -> Session:
+        """Begin one call with a row for each prompt, nothing of it read yet."""
 
     @torch.inference_mode()
     def generate(
@@ -119,7 +119,7 @@ class GenerationLoop(ABC):
         )
         started = time.perf_counter()
         active = request.rows
-        session = self.open_session(len(active))
+        session = self.open_session([row.tokens for row in active])
         if streamer is not None:
             streamer.put(input_ids.cpu())
         while active:

@@ -35,7 +35,7 @@ class PromptLookupDrafter:
         self.vocab_size = vocab_size
         self.longest = longest
 
-    def start(self, batch: int) -> "PromptLookupDrafter":
+    def start(self, prompts: Sequence[Sequence[int]]) -> "PromptLookupDrafter":
         """Return itself: a look-up remembers nothing."""
         return self
 

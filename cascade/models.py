@@ -58,8 +58,8 @@ class CausalLM(Protocol):
         """Where tokens are expected and logits appear."""
         ...
 
-    def start(self, batch: int) -> PrefixState:
-        """Begin with ``batch`` empty rows."""
+    def start(self, prompts: Sequence[Sequence[int]]) -> PrefixState:
+        """Begin with a row for each prompt, nothing of it read yet."""
         ...
 
 
@@ -97,9 +97,9 @@ class TransformersLM:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
-    def start(self, batch: int) -> "TransformersState":
-        """Begin with ``batch`` empty rows."""
-        return TransformersState(self, batch)
+    def start(self, prompts: Sequence[Sequence[int]]) -> "TransformersState":
+        """Begin with a row for each prompt."""
+        return TransformersState(self, len(prompts))
 
     def attention_mask(self, positions: Int[Tensor, "B N"], end: int) -> Any:
         """The mask that the model's layers need: one tensor, or one for each kind of layer."""

@@ -48,9 +48,9 @@ class SingleModel(GenerationLoop):
         """Number of positions that the model knows."""
         return getattr(self.model, "max_length", None)
 
-    def open_session(self, batch: int) -> "SingleSession":
-        """Begin one call with ``batch`` empty rows."""
-        return SingleSession(self, self.model.start(batch))
+    def open_session(self, prompts: Sequence[Sequence[int]]) -> "SingleSession":
+        """Begin one call with a row for each prompt."""
+        return SingleSession(self, self.model.start(prompts))
 
 
 class SingleSession:

@@ -261,7 +261,7 @@ def _cost_ratio(drafter: PreTrainedModel, verifier: PreTrainedModel) -> dict[str
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(5):
         for model, times in zip((drafter, verifier), seconds, strict=True):
-            state = TransformersLM(model).start(batch=1)
+            state = TransformersLM(model).start([[]])
             state.extend(ids, counts=[16], keep=1)
             start = time.perf_counter()
             state.extend(ids[:, :1], counts=[1], keep=1)

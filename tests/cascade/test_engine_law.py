@@ -32,8 +32,8 @@ class TableLM:
         self.table = torch.randn((vocab_size,) * 3, generator=torch.Generator().manual_seed(seed)) * 1.5
         self.device = torch.device("cpu")
 
-    def start(self, batch: int) -> "TableState":
-        return TableState(self, batch)
+    def start(self, prompts: Sequence[Sequence[int]]) -> "TableState":
+        return TableState(self, len(prompts))
 
     def logits_after(self, prefix: list[int]) -> torch.Tensor:
         return self.table[prefix[-2], prefix[-1]] if len(prefix) > 1 else self.table[0, prefix[-1]]
