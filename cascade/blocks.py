@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .forms import Distribution, as_distribution
 from .statistics import Stats
 
 __all__ = ["TargetRule", "VerifyBlock"]
@@ -21,18 +22,18 @@ class VerifyBlock:
     """Both models' distributions at every position of a drafted block.
 
     Args:
-        draft_probs: q ``[B, T, V]``, as sampled from.
-        verifier_probs: p ``[B, T, V]``, processed in the same way.
-        draft_confidence: q° ``[B, T, V]`` at temperature 1 with nothing cut off.
-        verifier_confidence: p° ``[B, T, V]``, likewise.
+        draft: q at ``[B, T]`` positions, as sampled from.
+        verifier: p, processed in the same way.
+        draft_raw: q° at temperature 1 with nothing cut off.
+        verifier_raw: p°, likewise.
         tokens: the drafted tokens ``[B, T]``.
         positions: their places in the sequence ``[B, T]``, counted from 0, prompt included.
     """
 
-    draft_probs: Float[Tensor, "B T V"]
-    verifier_probs: Float[Tensor, "B T V"]
-    draft_confidence: Float[Tensor, "B T V"]
-    verifier_confidence: Float[Tensor, "B T V"]
+    draft: Distribution
+    verifier: Distribution
+    draft_raw: Distribution
+    verifier_raw: Distribution
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
 
@@ -57,32 +58,54 @@ class VerifyBlock:
             shapes = f"{tuple(draft_probs.shape)} and {tuple(verifier_probs.shape)}"
             raise ValueError(f"draft_probs, verifier_probs: expected the same shape [B, T, V], got {shapes}")
         batch, length, _ = draft_probs.shape
+        draft, verifier = as_distribution(draft_probs), as_distribution(verifier_probs)
         return cls(
-            draft_probs=draft_probs,
-            verifier_probs=verifier_probs,
-            draft_confidence=draft_probs if draft_confidence is None else draft_confidence,
-            verifier_confidence=verifier_probs if verifier_confidence is None else verifier_confidence,
+            draft=draft,
+            verifier=verifier,
+            draft_raw=draft if draft_confidence is None else as_distribution(draft_confidence),
+            verifier_raw=verifier if verifier_confidence is None else as_distribution(verifier_confidence),
             tokens=draft_probs.argmax(dim=-1) if tokens is None else tokens,
             positions=torch.arange(length, device=draft_probs.device).expand(batch, length)
             if positions is None
             else positions,
         )
 
+    @property
+    def draft_probs(self) -> Float[Tensor, "B T V"]:
+        """q, whole."""
+        return self.draft.dense
+
+    @property
+    def verifier_probs(self) -> Float[Tensor, "B T V"]:
+        """p, whole."""
+        return self.verifier.dense
+
+    @property
+    def draft_confidence(self) -> Float[Tensor, "B T V"]:
+        """q°, whole."""
+        return self.draft_raw.dense
+
+    @property
+    def verifier_confidence(self) -> Float[Tensor, "B T V"]:
+        """p°, whole."""
+        return self.verifier_raw.dense
+
     def raw(self) -> "VerifyBlock":
         """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p."""
-        return replace(self, draft_probs=self.draft_confidence, verifier_probs=self.verifier_confidence)
+        return replace(self, draft=self.draft_raw, verifier=self.verifier_raw)
 
     @cached_property
     def stats(self) -> Stats:
         """The scalars of every position, each ``[B, T]``, computed once."""
-        return Stats(self.draft_probs, self.verifier_probs, self.draft_confidence, self.verifier_confidence)
+        return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw)
 
 
 @runtime_checkable
 class TargetRule(Protocol):
     """Anything that turns a block into the distribution to emit from: a rule, a trained router, a user's own.
 
-    A rule may also offer ``defer_mask(block) -> bool [B, T]``, which the statistics and the ledger read.
+    A rule may also offer ``defer_mask(block) -> bool [B, T]``, which the statistics and the ledger read, or
+    ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π.
     """
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:

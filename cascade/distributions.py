@@ -13,7 +13,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["Sampling", "draw", "draw_uniforms", "logits_to_probs", "one_hot_argmax", "residual", "total_variation"]
+__all__ = [
+    "Sampling",
+    "check_finite",
+    "draw",
+    "draw_uniforms",
+    "logits_to_probs",
+    "one_hot_argmax",
+    "residual",
+    "total_variation",
+]
+
+
+_NUCLEUS_FIRST = 512
 
 
 @dataclass(frozen=True)
@@ -86,19 +98,22 @@ def logits_to_probs(
     tensor([0., 1., 0.])
     """
     sampling = sampling or Sampling()
-    logits = logits.float()
-    _check_finite(logits, source)
+    check_finite(logits.amax(dim=-1), source)  # amax carries NaN and +inf, and is -inf only where all are
     if sampling.is_greedy:
-        return one_hot_argmax(logits)
+        return one_hot_argmax(logits.float())
+    probs = logits.to(torch.float32, copy=True)  # the one work buffer: everything up to the softmax happens inside it
     if sampling.temperature != 1:
-        logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth_logit = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth_logit, -math.inf)
-    probs = logits.softmax(dim=-1)
+        probs.div_(sampling.temperature)
+    if 0 < sampling.top_k < probs.shape[-1]:
+        kth_logit = probs.topk(sampling.top_k, dim=-1).values[..., -1:]
+        probs.masked_fill_(probs < kth_logit, -math.inf)
+    torch.softmax(probs, dim=-1, out=probs)
     if sampling.top_p < 1:
-        probs = _keep_nucleus(probs, sampling.top_p)
-    return probs if sampling.min_p == 0 else _keep_likely(probs, sampling.min_p)
+        _cut_to_nucleus(probs, sampling.top_p)
+    if sampling.min_p > 0:
+        probs.masked_fill_(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0)
+        probs.div_(probs.sum(dim=-1, keepdim=True))
+    return probs
 
 
 def one_hot_argmax(scores: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
@@ -140,21 +155,27 @@ def draw_uniforms(generators: Sequence[torch.Generator], count: int) -> Float[Te
     return torch.stack([torch.rand(count, generator=g, device=g.device, dtype=torch.float64) for g in generators])
 
 
-def _check_finite(logits: Tensor, source: str) -> None:
-    usable = logits.amax(dim=-1).isfinite()  # amax carries NaN and +inf, and is -inf only where all are
+def check_finite(largest: Float[Tensor, "*batch"], source: str) -> None:
+    """Raise unless the largest logit of every row is finite; the message names ``source`` and the row."""
+    usable = largest.isfinite()
     if not usable.all():
         row = tuple((~usable).nonzero()[0].tolist())
         raise ValueError(f"logits of {source}: expected finite values, got NaN, +inf or only -inf at row {row}")
 
 
-def _keep_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    descending, order = probs.sort(dim=-1, descending=True, stable=True)
+def _cut_to_nucleus(probs: Tensor, top_p: float) -> None:
+    """Keep, in place, the fewest tokens whose mass reaches ``top_p`` and let them sum to one; of equals the lowest ids.
+
+    The largest few hundred reach it almost always; a row where they do not is sorted whole.
+    """
+    flat = probs.view(-1, probs.shape[-1])
+    descending = flat.topk(min(_NUCLEUS_FIRST, flat.shape[-1]), dim=-1).values
+    if bool((descending.sum(dim=-1) < top_p).any()):
+        descending = flat.sort(dim=-1, descending=True).values
     mass_above = descending.cumsum(dim=-1) - descending
-    kept = descending.masked_fill(mass_above >= top_p, 0)
-    kept = torch.zeros_like(probs).scatter_(-1, order, kept)
-    return kept / kept.sum(dim=-1, keepdim=True)
-
-
-def _keep_likely(probs: Tensor, min_p: float) -> Tensor:
-    kept = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0)
-    return kept / kept.sum(dim=-1, keepdim=True)
+    count = (mass_above < top_p).sum(dim=-1, keepdim=True)
+    least = descending.gather(-1, count - 1)
+    tied = flat == least
+    room = count - (descending > least).sum(dim=-1, keepdim=True)
+    flat.masked_fill_((flat < least) | (tied & (tied.cumsum(dim=-1) > room)), 0)
+    flat.div_(flat.sum(dim=-1, keepdim=True))

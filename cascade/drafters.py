@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .distributions import Sampling, draw, logits_to_probs
+from .distributions import Sampling
+from .forms import Distribution, FromLogits, distribute, join
 from .models import CausalLM, PrefixState
 from .processing import process_logits
 
@@ -27,14 +28,20 @@ __all__ = ["Draft", "DraftRequest", "DraftState", "Drafter", "ModelDrafter", "ea
 class Draft:
     """Drafted tokens and the distributions behind them.
 
-    ``tokens`` ``[B, T]``; ``probs`` (q) and ``confidence`` (q°) are ``[B, T, V]``, or ``[B, T + 1, V]`` when the
-    position after the last drafted token was asked for too. ``calls`` counts the drafter's forward passes.
+    Args:
+        tokens: ``[B, T]``.
+        probs: q at ``[B, T]`` positions, or ``[B, T + 1]`` when the one after the last drafted token was asked for too;
+            a tensor ``[B, T, V]`` or any form of `speccascade.cascade.forms`.
+        confidence: q°, likewise.
+        calls: the drafter's forward passes.
+        lengths: how many tokens of each row count, at least one; the rest is padding. Default: all T.
     """
 
     tokens: Int[Tensor, "B T"]
-    probs: Float[Tensor, "B D V"]
-    confidence: Float[Tensor, "B D V"]
+    probs: Tensor | Distribution
+    confidence: Tensor | Distribution
     calls: int
+    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,19 +116,20 @@ class ModelDraftState:
 
     def propose(self, request: DraftRequest) -> Draft:
         """Draft a block after every row."""
-        tokens, probs, confidence = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, probs, logits = list[Tensor](), list[Distribution](), list[Tensor]()
         sampling, histories = request.sampling, request.rows
         unread, counts = pad_unread(request.rows, self._state.lengths, self._device)
         for step in range(request.length + request.peek):
-            logits = self._state.extend(unread, counts, keep=1)
-            probs.append(logits_to_probs(process_logits(logits, histories, sampling), sampling, self._source)[:, 0])
-            confidence.append(probs[-1] if sampling.is_plain else logits_to_probs(logits)[:, 0])
+            logits.append(self._state.extend(unread, counts, keep=1))
+            probs.append(distribute(process_logits(logits[-1], histories, sampling), sampling, self._source))
             if step < request.length:
-                tokens.append(draw(probs[-1], request.uniforms[:, step]))
-                unread, counts = tokens[-1].unsqueeze(1), [1] * len(counts)
+                unread, counts = probs[-1].sample(request.uniforms[:, step : step + 1]), [1] * len(counts)
+                tokens.append(unread)
                 if sampling.reads_history:
-                    histories = [[*row, token] for row, token in zip(histories, tokens[-1].tolist(), strict=True)]
-        return Draft(torch.stack(tokens, 1), torch.stack(probs, 1), torch.stack(confidence, 1), calls=len(probs))
+                    histories = [[*row, token] for row, token in zip(histories, unread[:, 0].tolist(), strict=True)]
+        law = join(probs)
+        raw = law if sampling.is_plain else FromLogits(torch.cat(logits, dim=1))
+        return Draft(torch.cat(tokens, dim=1), law, raw, calls=len(probs))
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""

@@ -8,51 +8,49 @@ emitted token is π; a bonus token after a fully accepted block follows p (``bon
 Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .blocks import TargetRule, VerifyBlock
-from .distributions import Sampling, draw, draw_uniforms, logits_to_probs
+from .distributions import Sampling, draw, draw_uniforms
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, pad_unread
+from .forms import Distribution, FromLogits, Whole, as_distribution, distribute
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
 from .processing import process_logits
 from .requests import Request, Row
 from .results import LedgerEntry
-from .verify import Verdict, emission_law, verify_block
+from .targets import Target, read_target
+from .verify import emission_law, judge
 
 __all__ = ["SpeculativeCascade"]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round did: the block, π, the verdict; and the bonus token with the distribution that it was drawn from.
+    """What one round did: the block, π, how much of each row was accepted, and the token that ended each row.
 
-    ``after`` is the position behind the block; its drafter side is known only with ``bonus="target"``.
+    ``after`` is the position behind each row's drafted tokens; its drafter side is known only with ``bonus="target"``.
     """
 
     block: VerifyBlock
-    target: Float[Tensor, "B T V"]
-    verdict: Verdict
+    target: Target
+    lengths: list[int]
+    accepted: list[int]
+    last: list[int]
     after: VerifyBlock
-    bonus_probs: Float[Tensor, "B V"]
-    bonus: Int[Tensor, "B"]
     drafter_calls: int
 
     def tokens(self) -> list[list[int]]:
         """Each row's accepted drafts, then its residual token, or its bonus token after a full acceptance."""
-        drafted, replacements = self.block.tokens.tolist(), self.verdict.replacement.tolist()
-        outcome = zip(drafted, self.verdict.accepted.tolist(), replacements, self.bonus.tolist(), strict=True)
-        return [
-            [*tokens[:accepted], replacement if accepted < len(tokens) else bonus]
-            for tokens, accepted, replacement, bonus in outcome
-        ]
+        rows = zip(self.block.tokens.tolist(), self.accepted, self.last, strict=True)
+        return [[*tokens[:accepted], last] for tokens, accepted, last in rows]
 
 
 class SpeculativeCascade(GenerationLoop):
@@ -130,69 +128,65 @@ class SpeculativeCascade(GenerationLoop):
         """Draft ``length`` tokens after every row, verify, replace, and roll both states back to what is kept."""
         # Every round takes the same number of uniforms from a row: for γ drafts, γ tests, a replacement and a bonus.
         uniforms = draw_uniforms(generators, 2 * self.gamma + 2)
-        peek = self.bonus == "target"
-        draft = draft_state.propose(DraftRequest(rows, length, uniforms[:, : self.gamma], sampling, peek))
+        draft = draft_state.propose(
+            DraftRequest(rows, length, uniforms[:, : self.gamma], sampling, self.bonus == "target")
+        )
         block, after = self._score(rows, draft, sampling, verify_state)
-        target = self.ask_rule(block)
-        verdict = verify_block(target, block.draft_probs, block.tokens, uniforms[:, self.gamma : -1])
-        bonus_probs = (self.ask_rule(after) if peek else after.verifier_probs)[:, 0]
-        kept = [len(row) + accepted for row, accepted in zip(rows, verdict.accepted.tolist(), strict=True)]
+        target = read_target(self.rule, block)
+        lengths = list(draft.lengths or [length] * len(rows))
+        ends = torch.tensor(lengths, device=block.tokens.device)
+        accepted, excess = judge(target, block.draft, block.tokens, uniforms[:, self.gamma : -2], ends)
+        last = self._draw_last(accepted == ends, excess, after, uniforms[:, -2:])
+        round_ = Round(block, target, lengths, accepted.tolist(), last.tolist(), after, draft.calls)
+        kept = [len(row) + count for row, count in zip(rows, round_.accepted, strict=True)]
         verify_state.rollback(kept)
         draft_state.rollback(kept)
-        return Round(block, target, verdict, after, bonus_probs, draw(bonus_probs, uniforms[:, -1]), draft.calls)
+        return round_
 
     def _score(
         self, rows: Sequence[Sequence[int]], draft: Draft, sampling: Sampling, verify_state: PrefixState
     ) -> tuple[VerifyBlock, VerifyBlock]:
-        """One verifier pass over the drafted block; the second block holds the position after it.
+        """One verifier pass over the drafted block; the second block holds the position after each row's tokens.
 
         There the drafter's distribution is known only if it was asked for; otherwise the verifier's stands in, and the
-        block serves for its ``verifier_probs`` alone.
+        block serves for its ``verifier`` alone.
         """
         device, length = self.verifier.device, draft.tokens.shape[1]
         drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
         unread, counts = pad_unread(drafted, verify_state.lengths, device)
         logits = verify_state.extend(unread, counts, keep=length + 1)
-        processed = process_logits(logits, drafted, sampling)
-        probs = logits_to_probs(processed, sampling, f"the verifier {self.verifier.name}")
-        confidence = probs if sampling.is_plain else logits_to_probs(logits)
-        draft_probs, draft_confidence = draft.probs.to(probs.device), draft.confidence.to(probs.device)
-        starts = torch.tensor([[len(row)] for row in rows], device=probs.device)
+        verifier = distribute(process_logits(logits, drafted, sampling), sampling, f"the verifier {self.verifier.name}")
+        verifier_raw = verifier if sampling.is_plain else FromLogits(logits)
+        drafter = as_distribution(draft.probs).to(device)
+        drafter_raw = drafter if draft.confidence is draft.probs else as_distribution(draft.confidence).to(device)
+        starts = torch.tensor([[len(row)] for row in rows], device=device)
         block = VerifyBlock(
-            draft_probs=draft_probs[:, :length],
-            verifier_probs=probs[:, :length],
-            draft_confidence=draft_confidence[:, :length],
-            verifier_confidence=confidence[:, :length],
-            tokens=draft.tokens.to(probs.device),
-            positions=starts + torch.arange(length, device=probs.device),
+            *_each((drafter, verifier, drafter_raw, verifier_raw), lambda side: side.first(length)),
+            tokens=draft.tokens.to(device),
+            positions=starts + torch.arange(length, device=device),
         )
-        peeked = draft_probs.shape[1] > length
-        after = VerifyBlock.from_probs(
-            draft_probs=draft_probs[:, length:] if peeked else probs[:, length:],
-            verifier_probs=probs[:, length:],
-            draft_confidence=draft_confidence[:, length:] if peeked else confidence[:, length:],
-            verifier_confidence=confidence[:, length:],
-            positions=starts + length,
-        )
+        if drafter.shape[1] == length:
+            drafter, drafter_raw = verifier, verifier_raw
+        ends = torch.tensor(draft.lengths or [length] * len(rows), device=device)
+        behind = _each((drafter, verifier, drafter_raw, verifier_raw), lambda side: side.pick(ends))
+        after = VerifyBlock(*behind, tokens=behind[0].argmax, positions=starts + ends.unsqueeze(1))
         return block, after
 
-    def ask_rule(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Return the rule's target, checked."""
-        target = self.rule.target(block)
-        if target.shape != block.draft_probs.shape:
-            expected, got = tuple(block.draft_probs.shape), tuple(target.shape)
-            raise ValueError(f"rule {self.rule!r}: expected a target of shape {expected}, got {got}")
-        if not bool((target.amin() >= 0) & target.sum().isfinite()):
-            raise ValueError(f"rule {self.rule!r}: expected a target of finite values >= 0")
-        return target
+    def _draw_last(
+        self, full: Bool[Tensor, "B"], excess: Tensor | None, after: VerifyBlock, uniforms: Float[Tensor, "B 2"]
+    ) -> Int[Tensor, "B"]:
+        """Draw each row's residual token, or its bonus token where its whole block was accepted."""
+        uniforms = uniforms.to(full.device)
+        if excess is None:
+            return self.bonus_law(after).sample(uniforms[:, 1:])[:, 0]
+        if not bool(full.any()):
+            return draw(excess, uniforms[:, 0])
+        weights = torch.where(full.unsqueeze(1), self.bonus_law(after).dense[:, 0], excess)
+        return draw(weights, torch.where(full, uniforms[:, 1], uniforms[:, 0]))
 
-    def decide(self, round_: Round) -> list[list[bool]]:
-        """Return the rule's own decision a position; for a rule that states none, whether π differs from q."""
-        defer_mask = getattr(self.rule, "defer_mask", None)
-        block = round_.block
-        mask = (round_.target != block.draft_probs).any(dim=-1) if defer_mask is None else defer_mask(block)
-        decisions: list[list[bool]] = mask.tolist()
-        return decisions
+    def bonus_law(self, after: VerifyBlock) -> Distribution:
+        """What the token after a fully accepted block follows: p, or π."""
+        return Whole(read_target(self.rule, after).dense()) if self.bonus == "target" else after.verifier
 
 
 class CascadeSession:
@@ -214,12 +208,12 @@ class CascadeSession:
         round_ = cascade.run_round(
             sequences, length, request.sampling, generators, self._draft_state, self._verify_state
         )
-        for row in rows:
+        for row, drafted in zip(rows, round_.lengths, strict=True):
             row.rounds += 1
             row.verifier_calls += 1
-            row.drafted += length
+            row.drafted += drafted
             row.drafter_calls += round_.drafter_calls
-        return _block_entries(round_, cascade.decide(round_), with_tv=request.ledger)
+        return _block_entries(round_, with_tv=request.ledger)
 
     def propose(self, request: DraftRequest) -> Draft:
         """Draft a block after every row by as many rounds of the cascade as the slowest row needs."""
@@ -261,13 +255,12 @@ class CascadeSession:
 
     def _describe(self, round_: Round, sampling: Sampling) -> tuple[Float[Tensor, "B D V"], Float[Tensor, "B D V"]]:
         """The law of every token of a round, bonus included, and the same at temperature 1 with nothing cut off."""
-        law = torch.cat([emission_law(round_.target, round_.block.draft_probs), round_.bonus_probs.unsqueeze(1)], dim=1)
-        if sampling.is_plain:
-            return law, law
-        block, after = round_.block.raw(), round_.after.raw()
-        last = self._cascade.ask_rule(after) if self._cascade.bonus == "target" else after.verifier_probs
-        confidence = emission_law(self._cascade.ask_rule(block), block.draft_probs)
-        return law, torch.cat([confidence, last], dim=1)
+        law = self._emitted(round_.block, round_.after)
+        return (law, law) if sampling.is_plain else (law, self._emitted(round_.block.raw(), round_.after.raw()))
+
+    def _emitted(self, block: VerifyBlock, after: VerifyBlock) -> Float[Tensor, "B D V"]:
+        target = read_target(self._cascade.rule, block).dense()
+        return torch.cat([emission_law(target, block.draft_probs), self._cascade.bonus_law(after).dense], dim=1)
 
 
 def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> CausalLM:
@@ -285,6 +278,12 @@ def _as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
     return drafter
 
 
+def _each(sides: Sequence[Distribution], view: Callable[[Distribution], Distribution]) -> list[Distribution]:
+    """View each side; sides that are one and the same stay so, and nothing is computed twice."""
+    views = {id(side): view(side) for side in sides}
+    return [views[id(side)] for side in sides]
+
+
 def _check_vocabulary(model: CausalLM | Drafter, vocab_size: int) -> None:
     if model.vocab_size != vocab_size:
         raise ValueError(
@@ -300,15 +299,16 @@ def _vocabulary(model: Any) -> int:
     return int(model.vocab_size)
 
 
-def _block_entries(round_: Round, deferred: list[list[bool]], with_tv: bool) -> list[list[LedgerEntry]]:
+def _block_entries(round_: Round, with_tv: bool) -> list[list[LedgerEntry]]:
     """Each row's accepted drafts, then its residual token, or its bonus token after a full acceptance."""
     blocks = list[list[LedgerEntry]]()
     rows, length = round_.block.tokens.shape
     distances: list[list[float | None]] = round_.block.stats.tv.tolist() if with_tv else [[None] * length] * rows
-    for tokens, tv, defer in zip(round_.tokens(), distances, deferred, strict=True):
-        *drafted, last = tokens
-        entries = [LedgerEntry(token, "drafter", defer[i], tv[i]) for i, token in enumerate(drafted)]
-        at = len(drafted)
-        entries.append(LedgerEntry(last, "residual", defer[at], tv[at]) if at < length else LedgerEntry(last, "bonus"))
+    decisions: list[list[bool]] = round_.target.deferred.tolist()
+    for tokens, drafted, tv, defer in zip(round_.tokens(), round_.lengths, distances, decisions, strict=True):
+        *accepted, last = tokens
+        entries = [LedgerEntry(token, "drafter", defer[i], tv[i]) for i, token in enumerate(accepted)]
+        at = len(accepted)
+        entries.append(LedgerEntry(last, "residual", defer[at], tv[at]) if at < drafted else LedgerEntry(last, "bonus"))
         blocks.append(entries)
     return blocks

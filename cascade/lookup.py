@@ -10,9 +10,10 @@ Shapes: ``B`` row, ``T`` drafted tokens, ``V`` token.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .drafters import Draft, DraftRequest
+from .forms import Certain
 from .processing import process_logits
 
 __all__ = ["PromptLookupDrafter"]
@@ -44,8 +45,8 @@ class PromptLookupDrafter:
         length = request.length + request.peek
         rows = [_avoid_banned(row, self.continue_row(row, length), request, self.vocab_size) for row in request.rows]
         tokens = torch.tensor(rows)
-        probs = nn.functional.one_hot(tokens, self.vocab_size).float()
-        return Draft(tokens[:, : request.length], probs, _doubt(probs), calls=0)
+        certain = Certain(tokens, self.vocab_size)
+        return Draft(tokens[:, : request.length], certain, _doubt(certain.dense), calls=0)
 
     def continue_row(self, row: Sequence[int], length: int) -> list[int]:
         """Guess the next ``length`` tokens of one row.

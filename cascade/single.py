@@ -5,9 +5,10 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from .distributions import draw, draw_uniforms, logits_to_probs
+from .distributions import draw_uniforms
 from .drafters import pad_unread
 from .engine import as_language_model
+from .forms import distribute
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState, vocab_rows
 from .processing import process_logits
@@ -64,8 +65,8 @@ class SingleSession:
         owner, sequences = self._owner, [row.tokens for row in rows]
         unread, counts = pad_unread(sequences, self._state.lengths, owner.model.device)
         logits = process_logits(self._state.extend(unread, counts, keep=1), sequences, request.sampling)
-        probs = logits_to_probs(logits, request.sampling, f"the model {owner.model.name}")[:, 0]
-        tokens = draw(probs, draw_uniforms([row.generator for row in rows], 1)[:, 0]).tolist()
+        law = distribute(logits, request.sampling, f"the model {owner.model.name}")
+        tokens = law.sample(draw_uniforms([row.generator for row in rows], 1))[:, 0].tolist()
         for row in rows:
             row.rounds += 1
             row.verifier_calls += owner.role == "verifier"

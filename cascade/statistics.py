@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from .distributions import total_variation
+from .forms import Distribution, as_distribution, cross_entropy, distance
 
 __all__ = ["STAT_FIELDS", "Stats"]
 
@@ -47,29 +47,30 @@ class Stats:
     ending in ``_processed`` read q, p, the distributions as they are sampled from. Entropies and ``kl`` are in nats.
 
     Args:
-        draft_probs: q ``[*batch, V]``.
-        verifier_probs: p ``[*batch, V]``.
-        draft_confidence: q° ``[*batch, V]``.
-        verifier_confidence: p° ``[*batch, V]``.
+        draft_probs: q ``[*batch, V]``, as a tensor or in any form of `speccascade.cascade.forms`.
+        verifier_probs: p, likewise.
+        draft_confidence: q°, likewise.
+        verifier_confidence: p°, likewise.
     """
 
-    _draft_probs: Tensor
-    _verifier_probs: Tensor
-    _draft_confidence: Tensor
-    _verifier_confidence: Tensor
+    _draft: Distribution
+    _verifier: Distribution
+    _draft_raw: Distribution
+    _verifier_raw: Distribution
 
     def __init__(
         self,
-        draft_probs: Float[Tensor, "*batch V"],
-        verifier_probs: Float[Tensor, "*batch V"],
-        draft_confidence: Float[Tensor, "*batch V"],
-        verifier_confidence: Float[Tensor, "*batch V"],
+        draft_probs: Tensor | Distribution,
+        verifier_probs: Tensor | Distribution,
+        draft_confidence: Tensor | Distribution,
+        verifier_confidence: Tensor | Distribution,
     ) -> None:
+        draft, verifier = as_distribution(draft_probs), as_distribution(verifier_probs)
         self.__dict__.update(
-            _draft_probs=draft_probs,
-            _verifier_probs=verifier_probs,
-            _draft_confidence=draft_confidence,
-            _verifier_confidence=verifier_confidence,
+            _draft=draft,
+            _verifier=verifier,
+            _draft_raw=draft if draft_confidence is draft_probs else as_distribution(draft_confidence),
+            _verifier_raw=verifier if verifier_confidence is verifier_probs else as_distribution(verifier_confidence),
         )
 
     @classmethod
@@ -90,12 +91,12 @@ class Stats:
     @property
     def shape(self) -> torch.Size:
         """Shape of every field."""
-        return self._draft_probs.shape[:-1] if "_draft_probs" in self.__dict__ else self.tv.shape
+        return self._draft.shape if "_draft" in self.__dict__ else self.tv.shape
 
     @property
     def device(self) -> torch.device:
         """Where the fields lie."""
-        return self._draft_probs.device if "_draft_probs" in self.__dict__ else self.tv.device
+        return self._draft.device if "_draft" in self.__dict__ else self.tv.device
 
     def columns(self) -> dict[str, Tensor]:
         """Compute and return every field by name, in the order of ``STAT_FIELDS``."""
@@ -131,114 +132,90 @@ class Stats:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether processed and raw distributions are the same tensors, so that nothing need be computed twice."""
-        return self._draft_probs is self._draft_confidence and self._verifier_probs is self._verifier_confidence
-
-    @cached_property
-    def _draft_argmax(self) -> Int[Tensor, "*batch 1"]:
-        return self._draft_confidence.argmax(dim=-1, keepdim=True)
-
-    @cached_property
-    def _verifier_argmax(self) -> Int[Tensor, "*batch 1"]:
-        return self._verifier_confidence.argmax(dim=-1, keepdim=True)
+        """Whether processed and raw distributions are the same, so that no distance is computed twice."""
+        return self._draft is self._draft_raw and self._verifier is self._verifier_raw
 
     @cached_property
     def draft_max(self) -> Float[Tensor, "*batch"]:
         """Largest q°."""
-        return self._draft_confidence.amax(dim=-1)
+        return self._draft_raw.maximum
 
     @cached_property
     def verifier_max(self) -> Float[Tensor, "*batch"]:
         """Largest p°."""
-        return self._verifier_confidence.amax(dim=-1)
+        return self._verifier_raw.maximum
 
     @cached_property
     def draft_margin(self) -> Float[Tensor, "*batch"]:
         """Largest minus second largest q°."""
-        return _margin(self._draft_confidence)
+        return self._draft_raw.margin
 
     @cached_property
     def verifier_margin(self) -> Float[Tensor, "*batch"]:
         """Largest minus second largest p°."""
-        return _margin(self._verifier_confidence)
+        return self._verifier_raw.margin
 
     @cached_property
     def draft_entropy(self) -> Float[Tensor, "*batch"]:
         """Entropy of q°, nats."""
-        return _entropy(self._draft_confidence)
+        return self._draft_raw.entropy
 
     @cached_property
     def verifier_entropy(self) -> Float[Tensor, "*batch"]:
         """Entropy of p°, nats."""
-        return _entropy(self._verifier_confidence)
+        return self._verifier_raw.entropy
 
     @cached_property
     def verifier_at_draft(self) -> Float[Tensor, "*batch"]:
         """p° at the argmax of q°: the verifier's opinion of the drafter's choice."""
-        return self._verifier_confidence.gather(-1, self._draft_argmax).squeeze(-1)
+        return self._verifier_raw.at(self._draft_raw.argmax)
 
     @cached_property
     def draft_at_verifier(self) -> Float[Tensor, "*batch"]:
         """q° at the argmax of p°."""
-        return self._draft_confidence.gather(-1, self._verifier_argmax).squeeze(-1)
+        return self._draft_raw.at(self._verifier_raw.argmax)
 
     @cached_property
     def argmax_agree(self) -> Float[Tensor, "*batch"]:
         """1 where both models prefer the same token, else 0."""
-        return (self._draft_argmax == self._verifier_argmax).squeeze(-1).float()
+        return (self._draft_raw.argmax == self._verifier_raw.argmax).float()
 
     @cached_property
     def tv_raw(self) -> Float[Tensor, "*batch"]:
         """D_TV(p°, q°)."""
-        return total_variation(self._verifier_confidence, self._draft_confidence)
+        return distance(self._verifier_raw, self._draft_raw)
 
     @cached_property
     def kl(self) -> Float[Tensor, "*batch"]:
         """KL(p° ‖ q°), nats; q° is floored at the smallest normal float32 so that the value stays finite."""
-        smallest = torch.finfo(torch.float32).tiny
-        cross_entropy = -(self._verifier_confidence * self._draft_confidence.clamp_min(smallest).log()).sum(dim=-1)
-        return (cross_entropy - self.verifier_entropy).clamp_min(0)
+        return (cross_entropy(self._verifier_raw, self._draft_raw) - self.verifier_entropy).clamp_min(0)
 
     @cached_property
     def tv(self) -> Float[Tensor, "*batch"]:
         """D_TV(p, q): the rejection rate of a deferred position."""
-        return self.tv_raw if self._is_plain else total_variation(self._verifier_probs, self._draft_probs)
+        return self.tv_raw if self._is_plain else distance(self._verifier, self._draft)
 
     @cached_property
     def draft_max_processed(self) -> Float[Tensor, "*batch"]:
         """Largest q."""
-        return self.draft_max if self._is_plain else self._draft_probs.amax(dim=-1)
+        return self._draft.maximum
 
     @cached_property
     def verifier_max_processed(self) -> Float[Tensor, "*batch"]:
         """Largest p."""
-        return self.verifier_max if self._is_plain else self._verifier_probs.amax(dim=-1)
+        return self._verifier.maximum
 
     @cached_property
     def draft_entropy_processed(self) -> Float[Tensor, "*batch"]:
         """Entropy of q, nats."""
-        return self.draft_entropy if self._is_plain else _entropy(self._draft_probs)
+        return self._draft.entropy
 
     @cached_property
     def verifier_entropy_processed(self) -> Float[Tensor, "*batch"]:
         """Entropy of p, nats."""
-        return self.verifier_entropy if self._is_plain else _entropy(self._verifier_probs)
+        return self._verifier.entropy
 
     @cached_property
     def verifier_at_draft_processed(self) -> Float[Tensor, "*batch"]:
         """p at the argmax of q."""
-        return (
-            self.verifier_at_draft
-            if self._is_plain
-            else self._verifier_probs.gather(-1, self._draft_probs.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        )
-
-
-def _margin(probs: Tensor) -> Tensor:
-    top_two = probs.topk(min(2, probs.shape[-1]), dim=-1).values
-    return top_two[..., 0] - top_two[..., 1] if top_two.shape[-1] == 2 else top_two[..., 0]
-
-
-def _entropy(probs: Tensor) -> Tensor:
-    smallest = torch.finfo(torch.float32).tiny  # twice as fast as xlogy, and equal: 0 · log(tiny) is 0
-    return -(probs * probs.clamp_min(smallest).log()).sum(dim=-1).clamp_max(0)
+        return self._verifier.at(self._draft.argmax)

@@ -12,8 +12,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .distributions import draw, residual
+from .forms import Distribution
+from .targets import Target
 
-__all__ = ["Verdict", "acceptance_probability", "emission_law", "rejection_probability", "verify_block"]
+__all__ = [
+    "Verdict",
+    "acceptance_probability",
+    "emission_law",
+    "judge",
+    "rejection_probability",
+    "verify_block",
+]
 
 
 @dataclass(frozen=True)
@@ -73,3 +82,40 @@ def verify_block(
     first_rejected = accepted.clamp_max(length - 1)
     excess = residual(target_probs[rows, first_rejected], draft_probs[rows, first_rejected])
     return Verdict(accepted, torch.where(accepted == length, -1, draw(excess, uniforms[:, -1])))
+
+
+def judge(
+    target: Target,
+    draft: Distribution,
+    tokens: Int[Tensor, "B T"],
+    uniforms: Float[Tensor, "B U"],
+    lengths: Int[Tensor, "B"],
+) -> tuple[Int[Tensor, "B"], Float[Tensor, "B V"] | None]:
+    """Give the verdict of `verify_block` from no more of π than it takes.
+
+    Args:
+        target: π over the block.
+        draft: q over the block.
+        tokens: the drafted tokens; row i holds ``lengths[i]`` of them, the rest is padding.
+        uniforms: row i uses ``uniforms[i, :T]`` for the tests (U ≥ T).
+        lengths: at least 1 each.
+
+    Returns:
+        How many tokens of each row are accepted, and max(0, π − q) at each row's first rejected position: what its
+        replacement is drawn from. None where every row was accepted whole; of no meaning for a row that was.
+    """
+    chance, wanted = draft.at(tokens), target.at_tokens()
+    ratio = torch.where(chance > 0, wanted / chance.clamp_min(torch.finfo(torch.float32).tiny), 1)
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    passed = uniforms[:, : tokens.shape[1]].to(tokens.device) < ratio  # in the uniforms' precision
+    while True:
+        accepted = (passed & (places < lengths.unsqueeze(1))).long().cumprod(dim=-1).sum(dim=-1)
+        rejected = accepted < lengths
+        if not bool(rejected.any()):
+            return accepted, None
+        first = accepted.clamp_max(tokens.shape[1] - 1)
+        excess = (target.row(first) - draft.row(first)).clamp_min_(0)
+        stuck = rejected & (excess.amax(dim=-1) == 0)
+        if not bool(stuck.any()):
+            return accepted, excess
+        passed[stuck, first[stuck]] = True  # π leaves nothing to replace the draft from: it stands

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
+from ..cascade.targets import Switched
 from .checks import check_choice, check_range
 
 __all__ = ["OPT", "BiLDStar", "Chow", "ChowLog", "Diff", "DiffLog", "Fixed", "OPTLog", "SpecDecode", "VerifierGap"]
@@ -33,11 +34,6 @@ def check_dial(rule: Any, low: float, high: float) -> None:
             check_choice(term, getattr(rule, term), VIEWS)
 
 
-def blend(defer: Bool[Tensor, "B T"], block: VerifyBlock) -> Float[Tensor, "B T V"]:
-    """π = q where δ = 0, p where δ = 1."""
-    return torch.where(defer.unsqueeze(-1), block.verifier_probs, block.draft_probs)
-
-
 class PositionRule:
     """What the position rules share: from the decision to the target."""
 
@@ -49,9 +45,13 @@ class PositionRule:
         """Decide for each position of a block."""
         return self.defer(block.stats)
 
+    def decide(self, block: VerifyBlock) -> Switched:
+        """Return π as verification reads it."""
+        return Switched(block, self.defer_mask(block))
+
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Return π."""
-        return blend(self.defer_mask(block), block)
+        """Return π: q where δ = 0, p where δ = 1."""
+        return self.decide(block).dense()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Token rules: π(v) = q(v)(1 − r(v)) + p(v)·η with η = Σ r(v) q(v); r(v) = 1 moves the drafter's mass at v over to the
 verifier. r depends on the prefix and on v, never on which token was drafted, so π is a distribution and the engine's
-accept/reject step emits exactly it. Source: Narasimhan et al., ICLR 2025, section 4.4 (Token V1–V3), Lemma 2 (Lossy);
+accept/reject step emits exactly it. The moved mass may follow p at a temperature of its own
+(``replacement_temperature``, on top of the request's; 0 is p's argmax). Source: Narasimhan et al., ICLR 2025, section 4.4 (Token V1–V3), Lemma 2 (Lossy);
 `Greedyward` is ours (docs/theory.md); typical acceptance is Medusa's.
 
 Shapes: ``B`` sequence, ``T`` position, ``V`` token.
@@ -15,7 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..cascade.blocks import VerifyBlock
-from ..cascade.distributions import one_hot_argmax
+from ..cascade.forms import Certain, Distribution, Whole
+from ..cascade.targets import Moved
 from .checks import check_range
 from .position_rules import View, check_dial
 
@@ -29,19 +31,21 @@ class TokenRule:
         """Decide for each token v whether the drafter's mass there goes to the verifier (r(v) = 1)."""
         raise AssertionError(f"{type(self).__name__} must decide")
 
-    def replacement(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Return the distribution that the replaced mass follows: p."""
-        return block.verifier_probs
+    def replacement(self, block: VerifyBlock) -> Distribution:
+        """Return the distribution that the replaced mass follows: p, at the rule's own temperature."""
+        return _temper(block.verifier, getattr(self, "replacement_temperature", 1.0))
 
     def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
         """Return r at the drafted token of each position."""
-        return self.replaced(block).gather(-1, block.tokens.unsqueeze(-1)).squeeze(-1)
+        return self.decide(block).deferred
+
+    def decide(self, block: VerifyBlock) -> Moved:
+        """Return π as verification reads it."""
+        return Moved(block, self.replaced(block), self.replacement(block))
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""
-        replaced = self.replaced(block)
-        eta = torch.where(replaced, block.draft_probs, 0).sum(dim=-1, keepdim=True)
-        return torch.where(replaced, 0, block.draft_probs) + eta * self.replacement(block)
+        return self.decide(block).dense()
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,15 @@ class TokenV1(TokenRule):
 
     alpha: float
     confidence: View = "raw"
+    replacement_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         check_dial(self, -1, 1)
+        check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
-        return _draft(block, self.confidence) < _peak(_verifier(block, self.confidence)) - self.alpha
+        return _draft(block, self.confidence) < _peak(block, self.confidence) - self.alpha
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,15 @@ class TokenV2(TokenRule):
 
     alpha: float
     confidence: View = "raw"
+    replacement_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         check_dial(self, -1, 1)
+        check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
-        verifier = _verifier(block, self.confidence)
-        return verifier < _peak(verifier) - self.alpha
+        return _verifier(block, self.confidence) < _peak(block, self.confidence) - self.alpha
 
 
 @dataclass(frozen=True)
@@ -84,14 +91,15 @@ class TokenV3(TokenRule):
 
     alpha: float
     confidence: View = "raw"
+    replacement_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         check_dial(self, -1, 1)
+        check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than a fraction of its best."""
-        verifier = _verifier(block, self.confidence)
-        return verifier < (1 - self.alpha) * _peak(verifier)
+        return _verifier(block, self.confidence) < (1 - self.alpha) * _peak(block, self.confidence)
 
 
 @dataclass(frozen=True)
@@ -110,12 +118,12 @@ class Greedyward(TokenRule):
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
-        verifier = _verifier(block, self.confidence)
-        return verifier < _peak(verifier) - self.alpha
+        return _verifier(block, self.confidence) < _peak(block, self.confidence) - self.alpha
 
-    def replacement(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def replacement(self, block: VerifyBlock) -> Distribution:
         """Return the one-hot distribution at the verifier's argmax."""
-        return one_hot_argmax(_verifier(block, self.confidence))
+        verifier = block.verifier_raw if self.confidence == "raw" else block.verifier
+        return Certain(verifier.argmax, block.verifier_probs.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -236,5 +244,14 @@ def _verifier(block: VerifyBlock, view: View) -> Tensor:
     return block.verifier_confidence if view == "raw" else block.verifier_probs
 
 
-def _peak(probs: Tensor) -> Tensor:
-    return probs.amax(dim=-1, keepdim=True)
+def _peak(block: VerifyBlock, view: View) -> Tensor:
+    return (block.verifier_raw if view == "raw" else block.verifier).maximum.unsqueeze(-1)
+
+
+def _temper(distribution: Distribution, temperature: float) -> Distribution:
+    """The distribution at a temperature of its own: its probabilities to the power 1/t, normalised."""
+    if temperature == 1 or isinstance(distribution, Certain):
+        return distribution
+    if temperature == 0:
+        return Certain(distribution.argmax, distribution.dense.shape[-1])
+    return Whole((distribution.dense.log() / temperature).softmax(dim=-1))

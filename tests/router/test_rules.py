@@ -52,7 +52,7 @@ def random_block(sampling: Sampling, seed: int = 0, spread: float = 2.0) -> Veri
     draft = torch.randn(B, T, V, generator=generator) * spread
     closeness = torch.rand(B, T, 1, generator=generator)
     verifier = closeness * draft + (1 - closeness) * torch.randn(B, T, V, generator=generator) * spread
-    return VerifyBlock(
+    return VerifyBlock.from_probs(
         draft_probs=logits_to_probs(draft, sampling),
         verifier_probs=logits_to_probs(verifier, sampling),
         draft_confidence=logits_to_probs(draft),

@@ -1,0 +1,402 @@
+"""The three forms in which a next-token distribution is held: whole, as logits, or as one certain token.
+
+Greedy distributions are one-hot and never need V numbers; the models' own confidences (temperature 1, nothing cut off)
+can be read from their logits without a second table beside q and p. Every form answers the same questions, each
+computed once and only when asked for. Knows no rule and no model.
+
+Shapes: ``*batch`` any leading axes (``[B, T]`` in the engine), ``V`` token.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .distributions import Sampling, check_finite, draw, logits_to_probs
+from .extremes import second_and_argmax
+
+__all__ = [
+    "Certain",
+    "Distribution",
+    "FromLogits",
+    "Whole",
+    "as_distribution",
+    "cross_entropy",
+    "distance",
+    "distribute",
+    "join",
+]
+
+_CHUNK = 1 << 18  # elements worked on at once on a CPU: a few rows, small enough to stay in its cache
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Distribution(ABC):
+    """A next-token distribution at each of many positions ``[*batch]``."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The leading axes."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it lies."""
+
+    @property
+    @abstractmethod
+    def dense(self) -> Float[Tensor, "*batch V"]:
+        """Every probability, float32."""
+
+    @property
+    @abstractmethod
+    def maximum(self) -> Float[Tensor, "*batch"]:
+        """Largest probability."""
+
+    @property
+    @abstractmethod
+    def argmax(self) -> Int[Tensor, "*batch"]:
+        """Most probable token; among equals the lowest id."""
+
+    @property
+    @abstractmethod
+    def margin(self) -> Float[Tensor, "*batch"]:
+        """Largest minus second largest probability."""
+
+    @property
+    @abstractmethod
+    def entropy(self) -> Float[Tensor, "*batch"]:
+        """Entropy, nats."""
+
+    @abstractmethod
+    def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """Return the probability of one token a position."""
+
+    @abstractmethod
+    def first(self, length: int) -> "Distribution":
+        """Return the first positions of a ``[B, T]`` distribution."""
+
+    @abstractmethod
+    def pick(self, places: Int[Tensor, "B"]) -> "Distribution":
+        """Return one position of each row of a ``[B, T]`` distribution, as ``[B, 1]``."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> "Distribution":
+        """Return it on a device."""
+
+    def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Return one position of each row of a ``[B, T]`` distribution, whole."""
+        return self.pick(places).dense[:, 0]
+
+    def sample(self, uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Draw one token a position from one uniform in [0, 1) each."""
+        return draw(self.dense, uniforms.to(self.device))
+
+
+class Whole(Distribution):
+    """Every probability, as a table.
+
+    Args:
+        probs: ``[*batch, V]``, float32.
+        logits: the logits whose softmax ``probs`` is, where they are at hand: they save the logarithms.
+    """
+
+    def __init__(self, probs: Float[Tensor, "*batch V"], logits: Tensor | None = None) -> None:
+        self._probs, self.logits = probs, logits
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading axes."""
+        return self._probs.shape[:-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._probs.device
+
+    @property
+    def dense(self) -> Float[Tensor, "*batch V"]:
+        """Every probability, float32."""
+        return self._probs
+
+    @cached_property
+    def maximum(self) -> Float[Tensor, "*batch"]:
+        """Largest probability."""
+        return self._probs.amax(dim=-1)
+
+    @property
+    def argmax(self) -> Int[Tensor, "*batch"]:
+        """Most probable token; among equals the lowest id."""
+        return self._top[1]
+
+    @property
+    def margin(self) -> Float[Tensor, "*batch"]:
+        """Largest minus second largest probability."""
+        return self.maximum - self._top[0]
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "*batch"]:
+        """Entropy, nats."""
+        return cross_entropy(self, self)
+
+    def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """Return the probability of one token a position."""
+        return self._probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    def first(self, length: int) -> "Whole":
+        """Return the first positions of a ``[B, T]`` distribution."""
+        return Whole(self._probs[:, :length], None if self.logits is None else self.logits[:, :length])
+
+    def pick(self, places: Int[Tensor, "B"]) -> "Whole":
+        """Return one position of each row of a ``[B, T]`` distribution, as ``[B, 1]``."""
+        return Whole(_take(self._probs, places), None if self.logits is None else _take(self.logits, places))
+
+    def to(self, device: torch.device) -> "Whole":
+        """Return it on a device."""
+        if device == self.device:
+            return self
+        return Whole(self._probs.to(device), None if self.logits is None else self.logits.to(device))
+
+    @cached_property
+    def _top(self) -> tuple[Tensor, Tensor]:
+        return second_and_argmax(self._probs)
+
+
+class FromLogits(Distribution):
+    """The softmax of logits at temperature 1, worked out a few positions at a time.
+
+    Args:
+        logits: ``[*batch, V]``, of any float type.
+    """
+
+    def __init__(self, logits: Float[Tensor, "*batch V"]) -> None:
+        self.logits = logits
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading axes."""
+        return self.logits.shape[:-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.logits.device
+
+    @cached_property
+    def dense(self) -> Float[Tensor, "*batch V"]:
+        """Every probability, float32."""
+        return logits_to_probs(self.logits)
+
+    @property
+    def maximum(self) -> Float[Tensor, "*batch"]:
+        """Largest probability."""
+        return self._scalars[0]
+
+    @cached_property
+    def argmax(self) -> Int[Tensor, "*batch"]:
+        """Most probable token; among equals the lowest id."""
+        return self._top[1]
+
+    @property
+    def margin(self) -> Float[Tensor, "*batch"]:
+        """Largest minus second largest probability."""
+        return self.maximum - (self._top[0].float() - self.logits.amax(dim=-1).float()).exp() * self.maximum
+
+    @property
+    def entropy(self) -> Float[Tensor, "*batch"]:
+        """Entropy, nats."""
+        return self._scalars[1]
+
+    def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """Return the probability of one token a position."""
+        logit = self.logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+        return (logit - self.logits.amax(dim=-1).float()).exp() * self.maximum
+
+    def first(self, length: int) -> "FromLogits":
+        """Return the first positions."""
+        return FromLogits(self.logits[:, :length])
+
+    def pick(self, places: Int[Tensor, "B"]) -> "FromLogits":
+        """Return one position of each row, as ``[B, 1]``."""
+        return FromLogits(_take(self.logits, places))
+
+    def to(self, device: torch.device) -> "FromLogits":
+        """Return it on a device."""
+        return FromLogits(self.logits.to(device))
+
+    @cached_property
+    def _top(self) -> tuple[Tensor, Tensor]:
+        return second_and_argmax(self.logits)
+
+    @cached_property
+    def _scalars(self) -> tuple[Tensor, Tensor]:
+        """Largest probability and entropy, from one softmax of each chunk."""
+        flat = self.logits.reshape(-1, self.logits.shape[-1])
+        found = [(part.amax(dim=-1), _surprise(part, part, logits)) for part, logits in _softmax_chunks(flat)]
+        return tuple(torch.cat(column).view(self.shape) for column in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+class Certain(Distribution):
+    """All mass on one token a position: the limit at temperature 0.
+
+    Args:
+        tokens: ``[*batch]``.
+        vocab_size: V.
+    """
+
+    def __init__(self, tokens: Int[Tensor, "*batch"], vocab_size: int) -> None:
+        self._tokens, self.vocab_size = tokens, vocab_size
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading axes."""
+        return self._tokens.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._tokens.device
+
+    @cached_property
+    def dense(self) -> Float[Tensor, "*batch V"]:
+        """Every probability, float32."""
+        return _one_hot(self._tokens, self.vocab_size)
+
+    @property
+    def maximum(self) -> Float[Tensor, "*batch"]:
+        """Largest probability."""
+        return torch.ones(self.shape, device=self.device)
+
+    @property
+    def argmax(self) -> Int[Tensor, "*batch"]:
+        """The token."""
+        return self._tokens
+
+    @property
+    def margin(self) -> Float[Tensor, "*batch"]:
+        """Largest minus second largest probability."""
+        return self.maximum
+
+    @property
+    def entropy(self) -> Float[Tensor, "*batch"]:
+        """Entropy, nats."""
+        return torch.zeros(self.shape, device=self.device)
+
+    def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """Return the probability of one token a position."""
+        return (tokens == self._tokens).float()
+
+    def first(self, length: int) -> "Certain":
+        """Return the first positions of a ``[B, T]`` distribution."""
+        return Certain(self._tokens[:, :length], self.vocab_size)
+
+    def pick(self, places: Int[Tensor, "B"]) -> "Certain":
+        """Return one position of each row of a ``[B, T]`` distribution, as ``[B, 1]``."""
+        return Certain(_take(self._tokens, places), self.vocab_size)
+
+    def sample(self, uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Return the token."""
+        return self._tokens
+
+    def to(self, device: torch.device) -> "Certain":
+        """Return it on a device."""
+        return Certain(self._tokens.to(device), self.vocab_size)
+
+
+def distribute(logits: Float[Tensor, "*batch V"], sampling: Sampling, source: str) -> Distribution:
+    """Turn logits into the distribution that is sampled from, in its cheapest form.
+
+    Raises:
+        ValueError: logits that are not finite; the message names ``source`` and the row.
+    """
+    if sampling.is_greedy:
+        tokens = second_and_argmax(logits)[1]
+        check_finite(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), source)
+        return Certain(tokens, logits.shape[-1])
+    return Whole(logits_to_probs(logits, sampling, source), logits if sampling.is_plain else None)
+
+
+def as_distribution(probs: Tensor | Distribution) -> Distribution:
+    """Hold a table of probabilities as a distribution; pass anything else on."""
+    return Whole(probs) if isinstance(probs, Tensor) else probs
+
+
+def join(parts: Sequence[Distribution]) -> Distribution:
+    """Put successive positions ``[B, t]`` of one form together."""
+    if len(parts) == 1:
+        return parts[0]
+    certain = [part for part in parts if isinstance(part, Certain)]
+    if len(certain) == len(parts):
+        return Certain(torch.cat([part.argmax for part in certain], dim=1), certain[0].vocab_size)
+    logits = [part.logits for part in parts if isinstance(part, Whole | FromLogits) and part.logits is not None]
+    joined = torch.cat(logits, dim=1) if len(logits) == len(parts) else None
+    if joined is not None and all(isinstance(part, FromLogits) for part in parts):
+        return FromLogits(joined)
+    return Whole(torch.cat([part.dense for part in parts], dim=1), joined)
+
+
+def distance(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
+    """D_TV(p, q) = Σ max(0, p − q), in [0, 1]."""
+    if isinstance(p, Certain):
+        return 1 - q.at(p.argmax)
+    if isinstance(q, Certain):
+        return 1 - p.at(q.argmax)
+    pairs = zip(_chunks(p), _chunks(q), strict=True)
+    found = [(verifier - draft).clamp_min_(0).sum(dim=-1) for (verifier, _), (draft, _) in pairs]
+    return torch.cat(found).clamp_max(1).view(p.shape)
+
+
+def cross_entropy(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
+    """−Σ p log q, nats; q is floored at the smallest normal float32 so that the value stays finite."""
+    pairs = zip(_chunks(p), _chunks(q), strict=True)
+    return torch.cat([_surprise(true, of, logits) for (true, _), (of, logits) in pairs]).view(p.shape)
+
+
+Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
+
+
+def _chunks(distribution: Distribution) -> Iterator[Chunk]:
+    """Successive positions as ``[N, V]``, each with the logits behind them where those are at hand."""
+    if isinstance(distribution, FromLogits):
+        yield from _softmax_chunks(distribution.logits.reshape(-1, distribution.logits.shape[-1]))
+        return
+    probs = distribution.dense.reshape(-1, distribution.dense.shape[-1])
+    logits = distribution.logits if isinstance(distribution, Whole) else None
+    flat = None if logits is None else logits.reshape(probs.shape)
+    for rows in _slices(probs):
+        yield probs[rows], None if flat is None else flat[rows]
+
+
+def _softmax_chunks(logits: Float[Tensor, "N V"]) -> Iterator[Chunk]:
+    for rows in _slices(logits):
+        yield logits[rows].float().softmax(dim=-1), logits[rows]
+
+
+def _slices(flat: Float[Tensor, "N V"]) -> list[slice]:
+    size = max(1, _CHUNK // flat.shape[-1]) if flat.device.type == "cpu" else flat.shape[0]
+    return [slice(start, start + size) for start in range(0, flat.shape[0], size)]
+
+
+def _surprise(true: Float[Tensor, "N V"], of: Float[Tensor, "N V"], logits: Tensor | None) -> Float[Tensor, "N"]:
+    """−Σ true · log of; the logarithms come from the logits behind ``of`` where they are given."""
+    if logits is None:
+        log_probs = of.clamp_min(_TINY).log_()
+    else:
+        log_probs = logits.float() - logits.amax(dim=-1, keepdim=True).float()
+        log_probs.add_(of.amax(dim=-1, keepdim=True).log()).clamp_min_(math.log(_TINY))
+    return -log_probs.mul_(true).sum(dim=-1).clamp_max_(0)
+
+
+def _take(positions: Tensor, places: Int[Tensor, "B"]) -> Tensor:
+    places = places.to(positions.device)
+    return positions[torch.arange(len(places), device=places.device), places].unsqueeze(1)
+
+
+def _one_hot(tokens: Int[Tensor, "*batch"], vocab_size: int) -> Float[Tensor, "*batch V"]:
+    probs = torch.zeros((*tokens.shape, vocab_size), device=tokens.device)
+    return probs.scatter_(-1, tokens.unsqueeze(-1), 1.0)

@@ -1,0 +1,159 @@
+"""What verification reads of π: its value at each drafted token, and one whole position a row.
+
+A block of γ positions is accepted or rejected by γ numbers; π is needed whole only where a row's first draft was
+rejected. A rule that can say more cheaply what π is answers ``decide(block)`` with one of these; any other rule's
+``target(block)`` is read as it is. Both ways give the same verdict. Knows no rule by name.
+
+Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .blocks import TargetRule, VerifyBlock
+from .forms import Certain, Distribution
+
+__all__ = ["Moved", "Plain", "Switched", "Target", "read_target"]
+
+
+@runtime_checkable
+class Target(Protocol):
+    """π over a block."""
+
+    @property
+    def deferred(self) -> Bool[Tensor, "B T"]:
+        """The rule's own decision a position, for the statistics and the ledger."""
+        ...
+
+    def at_tokens(self) -> Float[Tensor, "B T"]:
+        """Return π(x) at the drafted tokens."""
+        ...
+
+    def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Return π whole at one position of each sequence."""
+        ...
+
+    def dense(self) -> Float[Tensor, "B T V"]:
+        """Return π whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class Switched:
+    """π = p where deferred, q elsewhere: the target of a rule for whole positions."""
+
+    block: VerifyBlock
+    deferred: Bool[Tensor, "B T"]
+
+    def at_tokens(self) -> Float[Tensor, "B T"]:
+        """Return π(x) at the drafted tokens."""
+        tokens = self.block.tokens
+        return torch.where(self.deferred, self.block.verifier.at(tokens), self.block.draft.at(tokens))
+
+    def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Return π whole at one position of each sequence."""
+        deferred = self.deferred.gather(1, places.unsqueeze(1))
+        if bool(deferred.all()):
+            return self.block.verifier.row(places)
+        return torch.where(deferred, self.block.verifier.row(places), self.block.draft.row(places))
+
+    def dense(self) -> Float[Tensor, "B T V"]:
+        """Return π whole."""
+        return torch.where(self.deferred.unsqueeze(-1), self.block.verifier_probs, self.block.draft_probs)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """π(v) = q(v)(1 − r(v)) + η·s(v), η = Σ r(v)q(v): the drafter's mass at some tokens moved over to s."""
+
+    block: VerifyBlock
+    replaced: Bool[Tensor, "B T V"]
+    replacement: Distribution
+
+    @cached_property
+    def eta(self) -> Float[Tensor, "B T"]:
+        """The mass that is moved."""
+        draft = self.block.draft
+        if isinstance(draft, Certain):
+            return self._replaced_at(draft.argmax).float()
+        return torch.where(self.replaced, draft.dense, 0).sum(dim=-1)
+
+    @cached_property
+    def deferred(self) -> Bool[Tensor, "B T"]:
+        """r at the drafted token of each position."""
+        return self._replaced_at(self.block.tokens)
+
+    def at_tokens(self) -> Float[Tensor, "B T"]:
+        """Return π(x) at the drafted tokens."""
+        tokens = self.block.tokens
+        return torch.where(self.deferred, 0, self.block.draft.at(tokens)) + self.eta * self.replacement.at(tokens)
+
+    def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Return π whole at one position of each sequence."""
+        index = torch.arange(len(places), device=places.device), places
+        kept = self.block.draft.row(places).masked_fill(self.replaced[index], 0)
+        return kept + self.eta[index].unsqueeze(-1) * self.replacement.row(places)
+
+    def dense(self) -> Float[Tensor, "B T V"]:
+        """Return π whole."""
+        kept = self.block.draft_probs.masked_fill(self.replaced, 0)
+        return kept + self.eta.unsqueeze(-1) * self.replacement.dense
+
+    def _replaced_at(self, tokens: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        return self.replaced.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """π as a rule's ``target`` gave it: the plain reference of the other two."""
+
+    block: VerifyBlock
+    probs: Float[Tensor, "B T V"]
+    mask: Bool[Tensor, "B T"] | None = None
+
+    @cached_property
+    def deferred(self) -> Bool[Tensor, "B T"]:
+        """The rule's own mask; for a rule that states none, whether π differs from q."""
+        return (self.probs != self.block.draft_probs).any(dim=-1) if self.mask is None else self.mask
+
+    def at_tokens(self) -> Float[Tensor, "B T"]:
+        """Return π(x) at the drafted tokens."""
+        return self.probs.gather(-1, self.block.tokens.unsqueeze(-1)).squeeze(-1)
+
+    def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Return π whole at one position of each sequence."""
+        return self.probs[torch.arange(len(places), device=places.device), places]
+
+    def dense(self) -> Float[Tensor, "B T V"]:
+        """Return π whole."""
+        return self.probs
+
+
+def read_target(rule: TargetRule, block: VerifyBlock) -> Target:
+    """Ask a rule for π.
+
+    Raises:
+        ValueError: a target of another shape, with negative values or not finite.
+    """
+    if _decides(rule):
+        decided: Target = rule.decide(block)  # type: ignore[attr-defined]
+        return decided
+    target = rule.target(block)
+    expected = (*block.tokens.shape, block.draft_probs.shape[-1])
+    if tuple(target.shape) != expected:
+        raise ValueError(f"rule {rule!r}: expected a target of shape {expected}, got {tuple(target.shape)}")
+    if not bool((target.amin() >= 0) & target.sum().isfinite()):
+        raise ValueError(f"rule {rule!r}: expected a target of finite values >= 0")
+    defer_mask = getattr(rule, "defer_mask", None)
+    return Plain(block, target, None if defer_mask is None else defer_mask(block))
+
+
+def _decides(rule: TargetRule) -> bool:
+    """Whether a rule says cheaply what π is; a subclass that overrides ``target`` alone must not be passed over."""
+    first = next((cls for cls in type(rule).__mro__ if {"target", "decide"} & vars(cls).keys()), None)
+    return first is not None and "decide" in vars(first)
