@@ -9,12 +9,14 @@ from .drafters import ModelDrafter, early_exit
 from .engine import SpeculativeCascade
 from .lookup import PromptLookupDrafter
 from .models import TransformersLM
+from .pace import AdaptiveGamma
 from .single import SingleModel
 from .statistics import STAT_FIELDS, Stats
 from .verify import emission_law
 
 __all__ = [
     "STAT_FIELDS",
+    "AdaptiveGamma",
     "ModelDrafter",
     "PromptLookupDrafter",
     "Sampling",

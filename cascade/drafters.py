@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from .distributions import Sampling
 from .forms import Distribution, FromLogits, distribute, join
 from .models import CausalLM, PrefixState
+from .pace import Pacer
 from .processing import process_logits
 
 __all__ = ["Draft", "DraftRequest", "DraftState", "Drafter", "ModelDrafter", "early_exit", "pad_unread"]
@@ -54,6 +55,7 @@ class DraftRequest:
         uniforms: one uniform in [0, 1) for each row and drafted token ``[B, U]``, U ≥ T.
         sampling: how tokens are drawn.
         peek: whether to give q at the position after the drafted tokens too.
+        pacer: tells when a row's block is long enough; default: at ``length``.
     """
 
     rows: Sequence[Sequence[int]]
@@ -61,6 +63,7 @@ class DraftRequest:
     uniforms: Float[Tensor, "B U"]
     sampling: Sampling
     peek: bool = False
+    pacer: Pacer | None = None
 
 
 @runtime_checkable
@@ -119,17 +122,24 @@ class ModelDraftState:
         tokens, probs, logits = list[Tensor](), list[Distribution](), list[Tensor]()
         sampling, histories = request.sampling, request.rows
         unread, counts = pad_unread(request.rows, self._state.lengths, self._device)
-        for step in range(request.length + request.peek):
+        lengths = [request.length] * len(counts)
+        step = 0
+        while step < max(lengths) + request.peek:
             logits.append(self._state.extend(unread, counts, keep=1))
             probs.append(distribute(process_logits(logits[-1], histories, sampling), sampling, self._source))
-            if step < request.length:
+            if step < max(lengths):
                 unread, counts = probs[-1].sample(request.uniforms[:, step : step + 1]), [1] * len(counts)
                 tokens.append(unread)
                 if sampling.reads_history:
                     histories = [[*row, token] for row, token in zip(histories, unread[:, 0].tolist(), strict=True)]
+                if request.pacer is not None:
+                    raw = probs[-1] if sampling.is_plain else FromLogits(logits[-1])
+                    goes_on = request.pacer.goes_on(probs[-1], raw)
+                    lengths = [n if on else min(n, step + 1) for n, on in zip(lengths, goes_on, strict=True)]
+            step += 1
         law = join(probs)
         raw = law if sampling.is_plain else FromLogits(torch.cat(logits, dim=1))
-        return Draft(torch.cat(tokens, dim=1), law, raw, calls=len(probs))
+        return Draft(torch.cat(tokens, dim=1), law, raw, calls=len(probs), lengths=lengths)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""

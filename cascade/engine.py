@@ -23,6 +23,7 @@ from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, pa
 from .forms import Distribution, FromLogits, Whole, as_distribution, distribute
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
+from .pace import AdaptiveGamma, Pacer
 from .processing import process_logits
 from .requests import Request, Row
 from .results import LedgerEntry
@@ -60,7 +61,7 @@ class SpeculativeCascade(GenerationLoop):
         drafter: a Hugging Face model or any `Drafter`.
         verifier: a Hugging Face model or any `CausalLM`.
         rule: anything with ``target(block) -> [B, T, V]``, such as ``rules.OPT(alpha=0.3)`` or a `LearnedRouter`.
-        gamma: tokens drafted per block.
+        gamma: tokens drafted per block, or an `AdaptiveGamma`, which stops a block when the next token would not pay.
         bonus: where the token after a fully accepted block comes from: the ``"verifier"`` (p) or the ``"target"`` (π,
             at the price of one more drafter step a block).
         vocab_size: number of token ids that both models share and may emit; default: the smaller head.
@@ -74,11 +75,11 @@ class SpeculativeCascade(GenerationLoop):
         drafter: PreTrainedModel | Drafter,
         verifier: PreTrainedModel | CausalLM,
         rule: TargetRule,
-        gamma: int = 5,
+        gamma: int | AdaptiveGamma = 5,
         bonus: Literal["verifier", "target"] = "verifier",
         vocab_size: int | None = None,
     ) -> None:
-        if gamma < 1:
+        if isinstance(gamma, int) and gamma < 1:
             raise ValueError(f"gamma: expected an integer >= 1, got {gamma!r}")
         if bonus not in ("verifier", "target"):
             raise ValueError(f"bonus: expected 'verifier' or 'target', got {bonus!r}")
@@ -88,8 +89,11 @@ class SpeculativeCascade(GenerationLoop):
             vocab_size = min(_vocabulary(drafter), _vocabulary(verifier))
         self.verifier = as_language_model(verifier, vocab_size)
         self.drafter = _as_drafter(drafter, vocab_size)
+        if isinstance(gamma, AdaptiveGamma) and not isinstance(self.drafter, ModelDrafter):
+            raise ValueError(f"gamma: AdaptiveGamma needs a model that drafts token by token, not {self.drafter.name}")
         self.rule = rule
-        self.gamma = gamma
+        self.pace = gamma if isinstance(gamma, AdaptiveGamma) else None
+        self.gamma = gamma.maximum if isinstance(gamma, AdaptiveGamma) else gamma
         self.bonus = bonus
 
     @property
@@ -110,7 +114,8 @@ class SpeculativeCascade(GenerationLoop):
 
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin one call with a row for each prompt."""
-        return CascadeSession(self, self.drafter.start(prompts), self.verifier.start(prompts))
+        pacer = None if self.pace is None else Pacer(self.pace, len(prompts), self.rule)
+        return CascadeSession(self, self.drafter.start(prompts), self.verifier.start(prompts), pacer)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin to draft for a larger model: a cascade is a drafter."""
@@ -124,13 +129,13 @@ class SpeculativeCascade(GenerationLoop):
         generators: Sequence[torch.Generator],
         draft_state: DraftState,
         verify_state: PrefixState,
+        pacer: Pacer | None = None,
     ) -> Round:
-        """Draft ``length`` tokens after every row, verify, replace, and roll both states back to what is kept."""
+        """Draft up to ``length`` tokens after every row, verify, replace, and roll both states back to what is kept."""
         # Every round takes the same number of uniforms from a row: for γ drafts, γ tests, a replacement and a bonus.
         uniforms = draw_uniforms(generators, 2 * self.gamma + 2)
-        draft = draft_state.propose(
-            DraftRequest(rows, length, uniforms[:, : self.gamma], sampling, self.bonus == "target")
-        )
+        peek = self.bonus == "target"
+        draft = draft_state.propose(DraftRequest(rows, length, uniforms[:, : self.gamma], sampling, peek, pacer))
         block, after = self._score(rows, draft, sampling, verify_state)
         target = read_target(self.rule, block)
         lengths = list(draft.lengths or [length] * len(rows))
@@ -141,6 +146,8 @@ class SpeculativeCascade(GenerationLoop):
         kept = [len(row) + count for row, count in zip(rows, round_.accepted, strict=True)]
         verify_state.rollback(kept)
         draft_state.rollback(kept)
+        if pacer is not None:
+            pacer.learn(round_.accepted, lengths)
         return round_
 
     def _score(
@@ -195,8 +202,14 @@ class CascadeSession:
     As a drafter it hands over each token with the very law that it follows, so composition stays exact.
     """
 
-    def __init__(self, cascade: SpeculativeCascade, draft_state: DraftState, verify_state: PrefixState) -> None:
-        self._cascade = cascade
+    def __init__(
+        self,
+        cascade: SpeculativeCascade,
+        draft_state: DraftState,
+        verify_state: PrefixState,
+        pacer: Pacer | None = None,
+    ) -> None:
+        self._cascade, self._pacer = cascade, pacer
         self._draft_state, self._verify_state = draft_state, verify_state
 
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
@@ -205,9 +218,7 @@ class CascadeSession:
         left = max(request.stopping.max_new_tokens - len(row.entries) for row in rows)
         length = min(cascade.gamma, left)
         sequences, generators = [row.tokens for row in rows], [row.generator for row in rows]
-        round_ = cascade.run_round(
-            sequences, length, request.sampling, generators, self._draft_state, self._verify_state
-        )
+        round_ = self._run_round(sequences, length, request.sampling, generators)
         for row, drafted in zip(rows, round_.lengths, strict=True):
             row.rounds += 1
             row.verifier_calls += 1
@@ -225,9 +236,7 @@ class CascadeSession:
         laws: list[list[Tensor]] = [[] for _ in rows]
         confidences: list[list[Tensor]] = [[] for _ in rows]
         while min(map(len, laws)) < wanted:
-            round_ = self._cascade.run_round(
-                rows, self._cascade.gamma, request.sampling, generators, self._draft_state, self._verify_state
-            )
+            round_ = self._run_round(rows, self._cascade.gamma, request.sampling, generators)
             calls += round_.drafter_calls + 1
             law, confidence = self._describe(round_, request.sampling)
             for index, tokens in enumerate(round_.tokens()):
@@ -252,6 +261,15 @@ class CascadeSession:
         """Keep only these rows."""
         self._draft_state.select_rows(rows)
         self._verify_state.select_rows(rows)
+        if self._pacer is not None:
+            self._pacer.select_rows(rows)
+
+    def _run_round(
+        self, rows: Sequence[Sequence[int]], length: int, sampling: Sampling, generators: Sequence[torch.Generator]
+    ) -> Round:
+        return self._cascade.run_round(
+            rows, length, sampling, generators, self._draft_state, self._verify_state, self._pacer
+        )
 
     def _describe(self, round_: Round, sampling: Sampling) -> tuple[Float[Tensor, "B D V"], Float[Tensor, "B D V"]]:
         """The law of every token of a round, bonus included, and the same at temperature 1 with nothing cut off."""

@@ -35,8 +35,5 @@ def second_and_argmax(scores: Float[Tensor, "*batch V"]) -> tuple[Float[Tensor, 
 
 
 def plain_second_and_argmax(scores: Float[Tensor, "*batch V"]) -> tuple[Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
-    """Return what `second_and_argmax` returns, by a search of every score; the second of one score is 0."""
-    argmax = scores.argmax(dim=-1)
-    if scores.shape[-1] == 1:
-        return torch.zeros_like(scores[..., 0]), argmax
-    return scores.topk(2, dim=-1).values[..., 1], argmax
+    """Return what `second_and_argmax` returns, by a search of every score."""
+    return scores.topk(2, dim=-1).values[..., 1], scores.argmax(dim=-1)

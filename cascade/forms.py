@@ -192,12 +192,14 @@ class FromLogits(Distribution):
         """Every probability, float32."""
         return logits_to_probs(self.logits)
 
-    @property
+    @cached_property
     def maximum(self) -> Float[Tensor, "*batch"]:
         """Largest probability."""
-        return self._scalars[0]
+        parts = (self._flat[rows].float() for rows in _slices(self._flat))
+        sums = [(part - part.amax(dim=-1, keepdim=True)).exp_().sum(dim=-1) for part in parts]
+        return torch.cat(sums).reciprocal_().view(self.shape)
 
-    @cached_property
+    @property
     def argmax(self) -> Int[Tensor, "*batch"]:
         """Most probable token; among equals the lowest id."""
         return self._top[1]
@@ -207,10 +209,10 @@ class FromLogits(Distribution):
         """Largest minus second largest probability."""
         return self.maximum - (self._top[0].float() - self.logits.amax(dim=-1).float()).exp() * self.maximum
 
-    @property
+    @cached_property
     def entropy(self) -> Float[Tensor, "*batch"]:
         """Entropy, nats."""
-        return self._scalars[1]
+        return cross_entropy(self, self)
 
     def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Return the probability of one token a position."""
@@ -233,12 +235,9 @@ class FromLogits(Distribution):
     def _top(self) -> tuple[Tensor, Tensor]:
         return second_and_argmax(self.logits)
 
-    @cached_property
-    def _scalars(self) -> tuple[Tensor, Tensor]:
-        """Largest probability and entropy, from one softmax of each chunk."""
-        flat = self.logits.reshape(-1, self.logits.shape[-1])
-        found = [(part.amax(dim=-1), _surprise(part, part, logits)) for part, logits in _softmax_chunks(flat)]
-        return tuple(torch.cat(column).view(self.shape) for column in zip(*found, strict=True))  # type: ignore[return-value]
+    @property
+    def _flat(self) -> Float[Tensor, "N V"]:
+        return self.logits.reshape(-1, self.logits.shape[-1])
 
 
 class Certain(Distribution):
@@ -363,18 +362,14 @@ Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
 def _chunks(distribution: Distribution) -> Iterator[Chunk]:
     """Successive positions as ``[N, V]``, each with the logits behind them where those are at hand."""
     if isinstance(distribution, FromLogits):
-        yield from _softmax_chunks(distribution.logits.reshape(-1, distribution.logits.shape[-1]))
+        for rows in _slices(distribution._flat):
+            yield distribution._flat[rows].float().softmax(dim=-1), distribution._flat[rows]
         return
     probs = distribution.dense.reshape(-1, distribution.dense.shape[-1])
     logits = distribution.logits if isinstance(distribution, Whole) else None
     flat = None if logits is None else logits.reshape(probs.shape)
     for rows in _slices(probs):
         yield probs[rows], None if flat is None else flat[rows]
-
-
-def _softmax_chunks(logits: Float[Tensor, "N V"]) -> Iterator[Chunk]:
-    for rows in _slices(logits):
-        yield logits[rows].float().softmax(dim=-1), logits[rows]
 
 
 def _slices(flat: Float[Tensor, "N V"]) -> list[slice]:

@@ -119,6 +119,15 @@ class LearnedRouter(PositionRule):
         """Decide for each position whether to defer to the verifier."""
         return self.gap(stats) > self.alpha * stats.tv
 
+    def surely_kept(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Tell where the router will not defer whatever the verifier says; read by an adaptive γ.
+
+        Only a head that reads the drafter alone can know.
+        """
+        if self.config.feature_set != "draft_only" or self.alpha < 0:
+            return torch.zeros(stats.shape, dtype=torch.bool, device=stats.device)
+        return self.gap(stats) <= 0
+
     def with_alpha(self, alpha: float) -> "LearnedRouter":
         """Return the same router at another α; the head is shared, and asked once for all of them."""
         return replace(self, alpha=alpha)

@@ -82,6 +82,10 @@ class Chow(PositionRule):
         """Decide from the drafter's largest probability."""
         return _draft_max(stats, self.confidence) < 1 - self.alpha
 
+    def surely_kept(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Tell where the rule will not defer, which the drafter alone decides; read by an adaptive γ."""
+        return ~self.defer(stats)
+
 
 @dataclass(frozen=True)
 class ChowLog(PositionRule):
@@ -96,6 +100,10 @@ class ChowLog(PositionRule):
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from the drafter's entropy."""
         return _draft_entropy(stats, self.confidence) > self.alpha
+
+    def surely_kept(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Tell where the rule will not defer, which the drafter alone decides; read by an adaptive γ."""
+        return ~self.defer(stats)
 
 
 @dataclass(frozen=True)

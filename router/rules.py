@@ -10,8 +10,9 @@ from typing import Any
 
 from ..cascade.blocks import TargetRule
 from .checks import nearest
+from .lossy import Lossy
 from .position_rules import OPT, BiLDStar, Chow, ChowLog, Diff, DiffLog, Fixed, OPTLog, SpecDecode, VerifierGap
-from .token_rules import Ensemble, Greedyward, Lossy, TokenV1, TokenV2, TokenV3, TopK, Typical
+from .token_rules import Ensemble, Greedyward, TokenV1, TokenV2, TokenV3, TopK, Typical
 
 __all__ = [
     "OPT",

@@ -3,8 +3,8 @@
 Token rules: π(v) = q(v)(1 − r(v)) + p(v)·η with η = Σ r(v) q(v); r(v) = 1 moves the drafter's mass at v over to the
 verifier. r depends on the prefix and on v, never on which token was drafted, so π is a distribution and the engine's
 accept/reject step emits exactly it. The moved mass may follow p at a temperature of its own
-(``replacement_temperature``, on top of the request's; 0 is p's argmax). Source: Narasimhan et al., ICLR 2025, section 4.4 (Token V1–V3), Lemma 2 (Lossy);
-`Greedyward` is ours (docs/theory.md); typical acceptance is Medusa's.
+(``replacement_temperature``, on top of the request's; 0 is p's argmax). Source: Narasimhan et al., ICLR 2025,
+section 4.4 (Token V1–V3); `Greedyward` is ours (docs/theory.md); typical acceptance is Medusa's.
 
 Shapes: ``B`` sequence, ``T`` position, ``V`` token.
 """
@@ -21,7 +21,7 @@ from ..cascade.targets import Moved
 from .checks import check_range
 from .position_rules import View, check_dial
 
-__all__ = ["Ensemble", "Greedyward", "Lossy", "TokenV1", "TokenV2", "TokenV3", "TopK", "Typical", "lossy_beta"]
+__all__ = ["Ensemble", "Greedyward", "TokenV1", "TokenV2", "TokenV3", "TopK", "Typical"]
 
 
 class TokenRule:
@@ -177,63 +177,6 @@ class Ensemble:
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""
         return block.draft_probs + self.weight * (block.verifier_probs - block.draft_probs)
-
-
-@dataclass(frozen=True)
-class Lossy:
-    """Lossy speculative decoding: π = max{min{q, p/(1 − α)}, p/β}, α in [0, 1).
-
-    Args:
-        alpha: leniency; 0 is lossless.
-        beta: ≥ 1 − α. Default: β*, solved a position so that Σπ = 1. β = 1 is the usual heuristic: its Σπ exceeds 1,
-            accept and residual then run as written, and the emitted law is that of ``emission_law``.
-    """
-
-    alpha: float
-    beta: float | None = None
-
-    def __post_init__(self) -> None:
-        check_range("alpha", self.alpha, 0, 1, below_high=True)
-        if self.beta is not None:
-            check_range("beta", self.beta, 1 - self.alpha, float("inf"))
-
-    def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
-        """Call a position deferred where the drafted token may be rejected: q(x) > p(x)/(1 − α)."""
-        index = block.tokens.unsqueeze(-1)
-        draft, verifier = block.draft_probs.gather(-1, index), block.verifier_probs.gather(-1, index)
-        return (draft > verifier / (1 - self.alpha)).squeeze(-1)
-
-    def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Return π."""
-        draft, verifier = block.draft_probs, block.verifier_probs
-        ceiling = verifier / (1 - self.alpha)
-        if self.beta is None:
-            floor = verifier * (1 / lossy_beta(draft, verifier, self.alpha)).unsqueeze(-1)
-        else:
-            floor = verifier / self.beta
-        return torch.maximum(torch.minimum(draft, ceiling), floor)
-
-
-def lossy_beta(
-    draft_probs: Float[Tensor, "*batch V"], verifier_probs: Float[Tensor, "*batch V"], alpha: float
-) -> Float[Tensor, "*batch"]:
-    """Solve Σ max(0, p/β − q) = Σ max(0, q − p/(1 − α)) for β ≥ 1, a position; ∞ where nothing may be rejected.
-
-    Newton's method on the scale s = 1/β from s = 1: the left side is convex and piecewise linear in s, so the steps
-    fall monotonically onto the root and end after finitely many.
-    """
-    draft, verifier = draft_probs.double(), verifier_probs.double()
-    surplus = (draft - verifier / (1 - alpha)).clamp_min(0).sum(dim=-1)
-    scale = torch.ones_like(surplus)
-    for _ in range(draft.shape[-1] + 2):  # each step but the last takes at least one token out of the active set
-        active = scale.unsqueeze(-1) * verifier > draft
-        slope = torch.where(active, verifier, 0).sum(dim=-1)
-        root = (surplus + torch.where(active, draft, 0).sum(dim=-1)) / slope.clamp_min(1e-300)
-        lower = torch.where(slope > 0, torch.minimum(root, scale), scale)
-        if bool((scale - lower <= 1e-15).all()):
-            return (1 / lower).to(draft_probs.dtype)
-        scale = lower
-    raise ValueError("draft_probs, verifier_probs: expected finite probabilities, got NaN or infinity")
 
 
 def _draft(block: VerifyBlock, view: View) -> Tensor:

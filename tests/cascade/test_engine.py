@@ -83,7 +83,7 @@ def test_both_caches_equal_the_kept_prefix_after_every_round(
     seen: list[tuple[int, int, int]] = []
     run_round = SpeculativeCascade.run_round
 
-    def watched(self, rows, length, sampling, generators, draft_state, verify_state):  # type: ignore[no-untyped-def]
+    def watched(self, rows, length, sampling, generators, draft_state, verify_state, pacer=None):  # type: ignore[no-untyped-def]
         lengths = [len(row) for row in rows]
         round_ = run_round(self, rows, length, sampling, generators, draft_state, verify_state)
         for index, (before, tokens) in enumerate(zip(lengths, round_.tokens(), strict=True)):

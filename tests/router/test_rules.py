@@ -10,7 +10,7 @@ import torch
 from speccascade import rules
 from speccascade.cascade import Sampling, Stats, VerifyBlock, emission_law, logits_to_probs
 from speccascade.cascade.verify import rejection_probability
-from speccascade.router.token_rules import lossy_beta
+from speccascade.router.lossy import lossy_beta, solve_scale
 
 B, T, V = 3, 40, 19
 SAMPLINGS = {
@@ -215,6 +215,8 @@ def test_lossy_beta_solves_its_equation_and_is_at_least_one(alpha: float) -> Non
         left = (p / beta.unsqueeze(-1) - q).clamp_min(0).sum(-1)
         right = (q - p / (1 - alpha)).clamp_min(0).sum(-1)
         torch.testing.assert_close(left, right, atol=1e-12, rtol=0)
+        one_by_one = [solve_scale(*pair, alpha) for pair in zip(q.flatten(0, 1), p.flatten(0, 1), strict=True)]
+        torch.testing.assert_close(torch.tensor(one_by_one).double(), (1 / beta).flatten(), atol=1e-7, rtol=0)
 
 
 def test_lossy_at_temperature_zero_matches_argmaxes_whatever_alpha() -> None:
