@@ -27,7 +27,7 @@ from .requests import Request, Row
 from .results import LedgerEntry
 from .verify import Verdict, emission_law, verify_block
 
-__all__ = ["SpeculativeCascade"]
+__all__ = ["SpeculativeCascade", "as_drafter", "as_language_model", "vocabulary_of"]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class SpeculativeCascade(GenerationLoop):
         if not callable(getattr(rule, "target", None)):
             raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
         if vocab_size is None:
-            vocab_size = min(_vocabulary(drafter), _vocabulary(verifier))
+            vocab_size = min(vocabulary_of(drafter), vocabulary_of(verifier))
         self.verifier = as_language_model(verifier, vocab_size)
-        self.drafter = _as_drafter(drafter, vocab_size)
+        self.drafter = as_drafter(drafter, vocab_size)
         self.rule = rule
         self.gamma = gamma
         self.bonus = bonus
@@ -278,7 +278,8 @@ def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> Cau
     return model
 
 
-def _as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
+def as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
+    """Let a Hugging Face model draft; pass anything else on."""
     if isinstance(drafter, PreTrainedModel):
         return ModelDrafter(TransformersLM(drafter, vocab_size))
     _check_vocabulary(drafter, vocab_size)
@@ -292,7 +293,8 @@ def _check_vocabulary(model: CausalLM | Drafter, vocab_size: int) -> None:
         )
 
 
-def _vocabulary(model: Any) -> int:
+def vocabulary_of(model: Any) -> int:
+    """Return the number of token ids of a Hugging Face model, a `CausalLM` or a `Drafter`."""
     if isinstance(model, PreTrainedModel):
         return vocab_rows(model)
     if not hasattr(model, "vocab_size"):
