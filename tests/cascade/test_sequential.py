@@ -95,7 +95,7 @@ def test_a_cascade_drafts_for_a_sequential_cascade(check_follows: Check) -> None
         return (p if drafted.max() < 0.6 else drafted).double()
 
     check_follows(
-        count_sequences(SequentialCascade(drafter, large, CHOW), Sampling()),
+        count_sequences(SequentialCascade(drafter, large, CHOW), Sampling(), batch=200),
         chain(law_after),
         DRAWS,
     )
