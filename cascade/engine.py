@@ -30,7 +30,7 @@ from .results import LedgerEntry
 from .targets import Target, read_target
 from .verify import emission_law, judge
 
-__all__ = ["SpeculativeCascade"]
+__all__ = ["SpeculativeCascade", "as_drafter", "as_language_model", "vocabulary_of"]
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class SpeculativeCascade(GenerationLoop):
         if not callable(getattr(rule, "target", None)):
             raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
         if vocab_size is None:
-            vocab_size = min(_vocabulary(drafter), _vocabulary(verifier))
+            vocab_size = min(vocabulary_of(drafter), vocabulary_of(verifier))
         self.verifier = as_language_model(verifier, vocab_size)
-        self.drafter = _as_drafter(drafter, vocab_size)
+        self.drafter = as_drafter(drafter, vocab_size)
         if isinstance(gamma, AdaptiveGamma) and not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"gamma: AdaptiveGamma needs a model that drafts token by token, not {self.drafter.name}")
         self.rule = rule
@@ -289,7 +289,8 @@ def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> Cau
     return model
 
 
-def _as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
+def as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
+    """Let a Hugging Face model draft; pass anything else on."""
     if isinstance(drafter, PreTrainedModel):
         return ModelDrafter(TransformersLM(drafter, vocab_size))
     _check_vocabulary(drafter, vocab_size)
@@ -309,7 +310,8 @@ def _check_vocabulary(model: CausalLM | Drafter, vocab_size: int) -> None:
         )
 
 
-def _vocabulary(model: Any) -> int:
+def vocabulary_of(model: Any) -> int:
+    """Return the number of token ids of a Hugging Face model, a `CausalLM` or a `Drafter`."""
     if isinstance(model, PreTrainedModel):
         return vocab_rows(model)
     if not hasattr(model, "vocab_size"):

@@ -27,7 +27,7 @@ from .requests import (
 from .results import GenerationResult, LedgerEntry
 from .stopping import Decoder
 
-__all__ = ["GenerationLoop", "Session"]
+__all__ = ["GenerationLoop", "Session", "run_to_end"]
 
 
 @runtime_checkable
@@ -118,22 +118,27 @@ class GenerationLoop(ABC):
             ledger,
         )
         started = time.perf_counter()
-        active = request.rows
-        session = self.open_session([row.tokens for row in active])
+        session = self.open_session([row.tokens for row in request.rows])
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        while active:
-            going = list[int]()
-            for index, (row, block) in enumerate(zip(active, session.step(active, request), strict=True)):
-                kept, finished = request.stopping.keep([e.token for e in row.entries], [e.token for e in block])
-                row.append(block[:kept])
-                if not finished:
-                    going.append(index)
-                if streamer is not None:
-                    streamer.put(torch.tensor([entry.token for entry in block[:kept]]))
-            if going and len(going) < len(active):
-                session.select_rows(going)
-            active = [active[index] for index in going]
+        run_to_end(session, request, request.rows, streamer)
         if streamer is not None:
             streamer.end()
         return collect_result(input_ids, request, time.perf_counter() - started, pad_token_id)
+
+
+def run_to_end(session: Session, request: Request, rows: Sequence[Row], streamer: Streamer | None = None) -> None:
+    """Go on by the session's blocks until every one of its ``rows`` has ended, as ``request`` says."""
+    active = list(rows)
+    while active:
+        going = list[int]()
+        for index, (row, block) in enumerate(zip(active, session.step(active, request), strict=True)):
+            kept, finished = request.stopping.keep([e.token for e in row.entries], [e.token for e in block])
+            row.append(block[:kept])
+            if not finished:
+                going.append(index)
+            if streamer is not None:
+                streamer.put(torch.tensor([entry.token for entry in block[:kept]]))
+        if going and len(going) < len(active):
+            session.select_rows(going)
+        active = [active[index] for index in going]

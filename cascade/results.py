@@ -15,9 +15,10 @@ Writer = Literal["drafter", "verifier", "residual", "bonus"]
 class LedgerEntry:
     """One generated token: its id, who wrote it, whether its position was deferred, and D_TV(p, q) there.
 
-    ``drafter``: an accepted draft; ``residual``: the replacement of a rejected draft; ``bonus``: the token after a
-    fully accepted block; ``verifier``: a model that decodes alone. The last two have no deferral decision and no
-    D_TV (None).
+    ``drafter``: a draft that was kept; ``residual``: the replacement of a rejected draft; ``bonus``: the token after a
+    fully accepted block; ``verifier``: the verifier's own, with no draft to judge: decoding alone, or where a cascade
+    deferred before it asked. ``deferred`` is None where nothing was decided (a bonus, a model alone), D_TV is None
+    where one of the two distributions is not known.
     """
 
     token: int
@@ -28,9 +29,25 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Counts of one generation. Every count but ``drafted`` and the calls refers to tokens that were kept.
+    """Counts of one generation. Every count but ``drafted``, ``rounds`` and the calls refers to tokens that were kept.
 
-    ``new_tokens = accepted + rejected + bonus`` for a cascade: each rejected draft is replaced by one residual token.
+    ``new_tokens = accepted + rejected + bonus + verifier_tokens``: each rejected draft is replaced by one residual
+    token, and ``verifier_tokens`` are those that the verifier wrote with no draft to judge.
+
+    Args:
+        rounds: steps of the loop: blocks of a speculative cascade, single tokens elsewhere.
+        drafted: tokens that the drafter offered.
+        accepted: drafts that were kept, all of a model's tokens where it drafts alone.
+        rejected: drafts that the verifier replaced.
+        deferred: tokens at positions that were deferred.
+        bonus: tokens after blocks that were accepted whole.
+        verifier_calls: forward passes of the verifier that the sequence itself asked for; rows of a batch share them.
+        drafter_calls: forward passes of the drafter, likewise.
+        new_tokens: tokens that were kept.
+        seconds: wall clock of the whole call.
+        verifier_tokens: tokens that the verifier wrote with no draft to judge.
+        decided: tokens at positions where it was decided whether to defer.
+        per_sequence: the same for each row.
     """
 
     rounds: int = 0
@@ -43,27 +60,29 @@ class GenerationStats:
     drafter_calls: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
+    verifier_tokens: int = 0
+    decided: int = 0
     per_sequence: "tuple[GenerationStats, ...]" = ()
 
     @property
     def examined(self) -> int:
-        """Drafted positions that were verified: accepted ones and the rejected one that ended a block."""
+        """Drafts that were kept or replaced; where the verifier never reads a draft, all that were kept."""
         return self.accepted + self.rejected
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per examined position."""
+        """Accepted per examined draft: 1 where the verifier never reads a draft."""
         return self.accepted / max(self.examined, 1)
 
     @property
     def rejection_rate(self) -> float:
-        """Rejected per examined position."""
+        """Rejected per examined draft: 0 where the verifier never reads a draft."""
         return self.rejected / max(self.examined, 1)
 
     @property
     def deferral_rate(self) -> float:
-        """Deferred per examined position."""
-        return self.deferred / max(self.examined, 1)
+        """Deferred per decided position; in a speculative cascade these are the examined drafts."""
+        return self.deferred / max(self.decided, 1)
 
     @property
     def calls_per_token(self) -> float:
@@ -97,6 +116,8 @@ class GenerationStats:
             drafter_calls=drafter_calls,
             new_tokens=len(entries),
             seconds=seconds,
+            verifier_tokens=sum(entry.writer == "verifier" for entry in entries),
+            decided=sum(entry.deferred is not None for entry in entries),
         )
 
     @classmethod

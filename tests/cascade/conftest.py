@@ -1,14 +1,58 @@
-"""What the tests of the engine share: a chi-square of sequences against a law worked out by hand."""
+"""What the tests of the engine share: a model of known odds, and a chi-square of sequences against their law."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from scipy.stats import chi2
+
+Logits = Callable[[list[int]], torch.Tensor]
+Check = Callable[[Counter[tuple[int, ...]], dict[tuple[int, ...], float], int], None]
+
+
+class TableLM:
+    """A language model of known odds: the logits follow from the last two tokens by a table."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.name = f"table {seed}"
+        self.vocab_size = vocab_size
+        self.table = torch.randn((vocab_size,) * 3, generator=torch.Generator().manual_seed(seed)) * 1.5
+        self.device = torch.device("cpu")
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> "TableState":
+        return TableState(self, len(prompts))
+
+    def logits_after(self, prefix: list[int]) -> torch.Tensor:
+        return self.table[prefix[-2], prefix[-1]] if len(prefix) > 1 else self.table[0, prefix[-1]]
+
+
+class TableState:
+    def __init__(self, model: TableLM, batch: int) -> None:
+        self.model, self.rows = model, [list[int]() for _ in range(batch)]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+    def extend(self, tokens: torch.Tensor, counts: Sequence[int], keep: int) -> torch.Tensor:
+        logits = []
+        for row, new, count in zip(self.rows, tokens.tolist(), counts, strict=True):
+            row += new[:count]
+            ends = range(len(row) - keep + 1, len(row) + 1)
+            logits.append(torch.stack([self.model.logits_after(row[:end]) for end in ends]))
+        return torch.stack(logits)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            del row[length:]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
 
 
 @pytest.fixture(scope="session")
-def check_follows() -> Callable[[Counter[tuple[int, ...]], dict[tuple[int, ...], float], int], None]:
+def check_follows() -> Check:
     """`check_follows(counts, law, draws)` fails where counts of sequences do not follow their law."""
     return _check_follows
 
@@ -25,3 +69,22 @@ def _check_follows(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], 
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     limit = chi2.ppf(1 - 1e-6, df=len(expected) - 1)
     assert statistic < limit, f"chi-square {statistic:.1f} over {limit:.1f}: odds of a false alarm are 1e-6"
+
+
+class RecordingLM(TableLM):
+    """A table that keeps its last state and counts the tokens and passes that went into it."""
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> "RecordingState":
+        self.state = RecordingState(self, len(prompts))
+        return self.state
+
+
+class RecordingState(TableState):
+    passes = 0
+    read = 0
+
+    def extend(self, tokens: torch.Tensor, counts: Sequence[int], keep: int) -> torch.Tensor:
+        assert min(counts) >= keep, "a row was asked for more positions than it reads"
+        self.passes += 1
+        self.read += sum(counts)
+        return super().extend(tokens, counts, keep)

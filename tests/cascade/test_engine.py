@@ -109,6 +109,7 @@ def test_counts_add_up_and_match_the_ledger(tiny_llama: Build) -> None:
     assert stats.drafter_calls == stats.drafted
     assert stats.examined == sum(entry.writer in ("drafter", "residual") for entry in entries)
     assert stats.deferred == sum(entry.deferred is True for entry in entries)
+    assert stats.decided == stats.examined and stats.verifier_tokens == 0
     assert 0 < stats.deferral_rate < 1, "the rule defers at some positions only"
     assert stats.acceptance_rate + stats.rejection_rate == pytest.approx(1)
     assert all(0 <= entry.tv <= 1 for entry in entries if entry.tv is not None)

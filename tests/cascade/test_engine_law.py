@@ -1,7 +1,7 @@
 """Chi-square of whole sequences through the engine, against the law worked out by hand."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -10,6 +10,8 @@ from transformers import LlamaForCausalLM
 
 from speccascade.cascade import ModelDrafter, SpeculativeCascade, VerifyBlock, logits_to_probs
 from speccascade.cascade.distributions import Sampling
+
+from .conftest import Check, Logits, TableLM
 
 PROMPT = torch.tensor([[1, 3, 2]])
 LENGTH = 3
@@ -21,50 +23,6 @@ class Halfway:
     def target(self, block: VerifyBlock) -> torch.Tensor:
         weight = (block.positions % 3).unsqueeze(-1) / 2
         return block.draft_probs * (1 - weight) + block.verifier_probs * weight
-
-
-class TableLM:
-    """A language model of known odds: the logits follow from the last two tokens by a table."""
-
-    def __init__(self, seed: int, vocab_size: int) -> None:
-        self.name = f"table {seed}"
-        self.vocab_size = vocab_size
-        self.table = torch.randn((vocab_size,) * 3, generator=torch.Generator().manual_seed(seed)) * 1.5
-        self.device = torch.device("cpu")
-
-    def start(self, prompts: Sequence[Sequence[int]]) -> "TableState":
-        return TableState(self, len(prompts))
-
-    def logits_after(self, prefix: list[int]) -> torch.Tensor:
-        return self.table[prefix[-2], prefix[-1]] if len(prefix) > 1 else self.table[0, prefix[-1]]
-
-
-class TableState:
-    def __init__(self, model: TableLM, batch: int) -> None:
-        self.model, self.rows = model, [list[int]() for _ in range(batch)]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(row) for row in self.rows]
-
-    def extend(self, tokens: torch.Tensor, counts: Sequence[int], keep: int) -> torch.Tensor:
-        logits = []
-        for row, new, count in zip(self.rows, tokens.tolist(), counts, strict=True):
-            row += new[:count]
-            ends = range(len(row) - keep + 1, len(row) + 1)
-            logits.append(torch.stack([self.model.logits_after(row[:end]) for end in ends]))
-        return torch.stack(logits)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        for row, length in zip(self.rows, lengths, strict=True):
-            del row[length:]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
-
-
-Logits = Callable[[list[int]], torch.Tensor]
-Check = Callable[[Counter[tuple[int, ...]], dict[tuple[int, ...], float], int], None]
 
 
 def sequence_law(

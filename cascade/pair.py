@@ -1,0 +1,108 @@
+"""What the executions beside the speculative one share: a drafter that drafts token by token, and its verifier.
+
+Knows no rule, no threshold and no block: it lets the drafter take one step, lets the verifier read what it has not read
+yet, and keeps both in step with the kept tokens.
+
+Shapes: ``B`` row, ``K`` positions asked for, ``V`` token.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .distributions import Sampling, logits_to_probs
+from .drafters import Draft, Drafter, DraftRequest, DraftState, pad_unread
+from .engine import as_drafter, as_language_model, vocabulary_of
+from .generation import GenerationLoop
+from .models import CausalLM
+from .processing import process_logits
+
+__all__ = ["PairLoop", "PairState", "draft_one", "tokens_of"]
+
+
+class PairLoop(GenerationLoop):
+    """A drafter and a verifier over one vocabulary.
+
+    Args:
+        drafter: a Hugging Face model or any `Drafter`.
+        verifier: a Hugging Face model or any `CausalLM`.
+        vocab_size: number of token ids that both models share and may emit; default: the smaller head.
+
+    Raises:
+        ValueError: two vocabularies, or a model that cannot be run exactly.
+    """
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel | Drafter,
+        verifier: PreTrainedModel | CausalLM,
+        vocab_size: int | None = None,
+    ) -> None:
+        if vocab_size is None:
+            vocab_size = min(vocabulary_of(drafter), vocabulary_of(verifier))
+        self.verifier = as_language_model(verifier, vocab_size)
+        self.drafter = as_drafter(drafter, vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the pair may emit."""
+        return self.verifier.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of positions that both models know."""
+        known = [getattr(model, "max_length", None) for model in (self.drafter, self.verifier)]
+        return min((length for length in known if length is not None), default=None)
+
+
+class PairState:
+    """Both models' caches for one call of ``generate``."""
+
+    def __init__(self, pair: PairLoop, prompts: Sequence[Sequence[int]]) -> None:
+        self._verifier = pair.verifier
+        self._draft_state = pair.drafter.start(prompts)
+        self._verify_state = pair.verifier.start(prompts)
+
+    def draft(self, rows: Sequence[Sequence[int]], uniforms: Float[Tensor, "B 1"], sampling: Sampling) -> Draft:
+        """One step of the drafter: `draft_one`."""
+        return draft_one(self._draft_state, rows, uniforms, sampling)
+
+    def verify(
+        self, rows: Sequence[Sequence[int]], sampling: Sampling, positions: int = 1
+    ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B K V"]]:
+        """One pass of the verifier over all that it has not read yet: p and p° at the last ``positions`` of each row.
+
+        The last of them is the position after the row's last token.
+        """
+        unread, counts = pad_unread(rows, self._verify_state.lengths, self._verifier.device)
+        logits = self._verify_state.extend(unread, counts, keep=positions)
+        processed = process_logits(logits, rows, sampling)
+        probs = logits_to_probs(processed, sampling, f"the verifier {self._verifier.name}")
+        return probs, probs if sampling.is_plain else logits_to_probs(logits)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget all but at most the first ``lengths[i]`` tokens of row i."""
+        self._draft_state.rollback(lengths)
+        self._verify_state.rollback([min(pair) for pair in zip(lengths, self._verify_state.lengths, strict=True)])
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._draft_state.select_rows(rows)
+        self._verify_state.select_rows(rows)
+
+
+def draft_one(
+    state: DraftState, rows: Sequence[Sequence[int]], uniforms: Float[Tensor, "B 1"], sampling: Sampling
+) -> Draft:
+    """One step of a drafter: draw a token after every row, with q and q° there; it keeps no more than the rows."""
+    draft = state.propose(DraftRequest(rows, 1, uniforms, sampling))
+    state.rollback([len(row) for row in rows])
+    return draft
+
+
+def tokens_of(draft: Draft) -> list[int]:
+    """Return the one token that each row drafted."""
+    tokens: list[int] = draft.tokens[:, 0].tolist()
+    return tokens
