@@ -75,7 +75,11 @@ class DraftState(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that starts a fresh `DraftState` for each call."""
+    """Anything that starts a fresh `DraftState` for each call.
+
+    One with a ``decoder_start`` (None for decoder-only) is taken only beside a verifier with the same; one without the
+    attribute drafts from rows of any kind.
+    """
 
     name: str
     vocab_size: int
@@ -93,6 +97,7 @@ class ModelDrafter:
         self.name = model.name
         self.vocab_size = model.vocab_size
         self.max_length: int | None = getattr(model, "max_length", None)
+        self.decoder_start: int | None = getattr(model, "decoder_start", None)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "ModelDraftState":
         """Begin with a row for each prompt."""

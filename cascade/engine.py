@@ -25,6 +25,7 @@ from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
 from .processing import process_logits
 from .requests import Request, Row
 from .results import LedgerEntry
+from .seq2seq import EncoderDecoderLM
 from .verify import Verdict, emission_law, verify_block
 
 __all__ = ["SpeculativeCascade"]
@@ -68,7 +69,8 @@ class SpeculativeCascade(GenerationLoop):
         vocab_size: number of token ids that both models share and may emit; default: the smaller head.
 
     Raises:
-        ValueError: an argument out of range, or a model that cannot be run exactly (recurrent, encoder-decoder).
+        ValueError: an argument out of range, a model that cannot be run exactly (recurrent, an encoder-decoder with
+            absolute positions), or an encoder-decoder beside a decoder-only model.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class SpeculativeCascade(GenerationLoop):
             vocab_size = min(_vocabulary(drafter), _vocabulary(verifier))
         self.verifier = as_language_model(verifier, vocab_size)
         self.drafter = _as_drafter(drafter, vocab_size)
+        _check_decoder_start(self.drafter, self.verifier)
         self.rule = rule
         self.gamma = gamma
         self.bonus = bonus
@@ -109,6 +112,11 @@ class SpeculativeCascade(GenerationLoop):
         """Number of positions that both models know."""
         known = [getattr(model, "max_length", None) for model in (self.drafter, self.verifier)]
         return min((length for length in known if length is not None), default=None)
+
+    @property
+    def decoder_start(self) -> int | None:
+        """First token of every row of an encoder-decoder."""
+        return getattr(self.verifier, "decoder_start", None)
 
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin one call with a row for each prompt."""
@@ -273,14 +281,15 @@ class CascadeSession:
 def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> CausalLM:
     """Adapt a Hugging Face model; pass anything else on."""
     if isinstance(model, PreTrainedModel):
-        return TransformersLM(model, vocab_size)
+        adapt = EncoderDecoderLM if model.config.is_encoder_decoder else TransformersLM
+        return adapt(model, vocab_size)
     _check_vocabulary(model, vocab_size)
     return model
 
 
 def _as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
     if isinstance(drafter, PreTrainedModel):
-        return ModelDrafter(TransformersLM(drafter, vocab_size))
+        return ModelDrafter(as_language_model(drafter, vocab_size))
     _check_vocabulary(drafter, vocab_size)
     return drafter
 
@@ -290,6 +299,17 @@ def _check_vocabulary(model: CausalLM | Drafter, vocab_size: int) -> None:
         raise ValueError(
             f"vocab_size: expected one vocabulary, {model.name} has {model.vocab_size} tokens, not {vocab_size}"
         )
+
+
+def _check_decoder_start(drafter: Drafter, verifier: CausalLM) -> None:
+    wanted = getattr(verifier, "decoder_start", None)
+    given = getattr(drafter, "decoder_start", wanted)  # who does not say, as a look-up, drafts from rows of any kind
+    if given != wanted:
+        expected, got = (
+            "decoder-only" if start is None else f"encoder-decoder that starts with token {start}"
+            for start in (wanted, given)
+        )
+        raise ValueError(f"drafter {drafter.name}: expected {expected} as the verifier {verifier.name}, got {got}")
 
 
 def _vocabulary(model: Any) -> int:

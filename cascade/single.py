@@ -48,6 +48,11 @@ class SingleModel(GenerationLoop):
         """Number of positions that the model knows."""
         return getattr(self.model, "max_length", None)
 
+    @property
+    def decoder_start(self) -> int | None:
+        """First token of every row of an encoder-decoder."""
+        return getattr(self.model, "decoder_start", None)
+
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "SingleSession":
         """Begin one call with a row for each prompt."""
         return SingleSession(self, self.model.start(prompts))
