@@ -60,7 +60,7 @@ class SpeculativeCascade(GenerationLoop):
     """Two models and a rule: tokens whose law is the rule's target π.
 
     Args:
-        drafter: a Hugging Face model or any `Drafter`.
+        drafter: a Hugging Face model or any `Drafter`; two encoder-decoders (T5 family), or neither.
         verifier: a Hugging Face model or any `CausalLM`.
         rule: anything with ``target(block) -> [B, T, V]``, such as ``rules.OPT(alpha=0.3)`` or a `LearnedRouter`.
         gamma: tokens drafted per block.

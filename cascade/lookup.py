@@ -19,7 +19,7 @@ __all__ = ["PromptLookupDrafter"]
 
 
 class PromptLookupDrafter:
-    """Draft by copying from earlier in the row.
+    """Draft by copying from earlier in the row: beside an encoder-decoder, from the decoder's tokens alone.
 
     Args:
         vocab_size: number of token ids that the verifier may emit.

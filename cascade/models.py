@@ -112,9 +112,7 @@ class TransformersLM:
 
     def attention_mask(self, positions: Int[Tensor, "B N"], end: int) -> Any:
         """The mask that the model's layers need: one tensor, or one for each kind of layer."""
-        masks = {
-            kind: as_mask(self.model, visible_keys(positions, end, window)) for kind, window in self.masks.items()
-        }
+        masks = {kind: as_mask(self.model, visible_keys(positions, end, window)) for kind, window in self.masks.items()}
         return masks.get("", masks)
 
 
@@ -195,7 +193,7 @@ def as_mask(model: PreTrainedModel, visible: Bool[Tensor, "B 1 N S"]) -> Tensor:
 
 
 def keep_last(logits: Float[Tensor, "B M V"], padding: Sequence[int], keep: int) -> Float[Tensor, "B keep V"]:
-    """The logits at each row's last ``keep`` tokens, of which ``padding[i]`` positions of padding stand at the right."""
+    """The logits at each row's last ``keep`` tokens, behind which ``padding[i]`` positions of row i are padding."""
     width = logits.shape[1]
     if not any(padding):
         return logits[:, width - keep :]

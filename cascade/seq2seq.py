@@ -34,7 +34,8 @@ class EncoderDecoderLM:
         vocab_size: number of real token ids; logits beyond (padding rows) are cut off. Default: all rows of the head.
 
     Raises:
-        ValueError: a model of another family or without a decoder start token, or a ``vocab_size`` larger than the head.
+        ValueError: a model of another family or without a decoder start token, or a ``vocab_size`` larger than the
+            head.
     """
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
@@ -109,7 +110,7 @@ class EncoderDecoderState:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        index = torch.tensor(rows, device=self._encoded.device)
+        index = torch.tensor(rows)
         self._encoded, self._mask = self._encoded[index], self._mask[index]
         self._own.select_rows(rows)
         self._cross.batch_select_indices(index)
