@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from .distributions import total_variation
 from .drafters import Drafter
+from .forms import Distribution, distance, join
 from .models import CausalLM
 from .pair import PairLoop, PairState, tokens_of
 from .requests import Request, Row
@@ -80,14 +78,14 @@ class Window:
     """What the drafter wrote after every row.
 
     ``tokens[i]`` holds as many as the longest draft has, of which row i's own are the first ``lengths[i]``; ``unsure``
-    says whether it stopped because of the drafter's doubt. ``probs`` ``[B, K, V]`` (q) and ``calls`` ``[K]`` belong to
+    says whether it stopped because of the drafter's doubt. ``law`` ``[B, K]`` (q) and ``calls`` ``[K]`` belong to
     the steps that the batch took.
     """
 
     tokens: list[list[int]]
     lengths: list[int]
     unsure: list[bool]
-    probs: Float[Tensor, "B K V"]
+    law: Distribution
     calls: list[int]
 
     def steps(self, row: int) -> int:
@@ -108,10 +106,10 @@ class BiLDSession:
         window = self._draft(rows, request)
         longest = max(window.lengths)
         drafted = [[*row.tokens, *tokens] for row, tokens in zip(rows, window.tokens, strict=True)]
-        probs, confidence = self._state.verify(drafted, request.sampling, positions=longest + 1)
-        accepted = self._check(window, confidence[:, :longest])
-        choices: list[list[int]] = probs.argmax(dim=-1).tolist()
-        distances = _distances(window, probs) if request.ledger else None
+        verifier, verifier_raw = self._state.verify(drafted, request.sampling, positions=longest + 1)
+        accepted = self._check(window, verifier_raw.first(longest)) if longest else window.lengths
+        choices: list[list[int]] = verifier.argmax.tolist()
+        distances = _distances(window, verifier) if request.ledger else None
         blocks = list[list[LedgerEntry]]()
         for i, (row, kept) in enumerate(zip(rows, accepted, strict=True)):
             writer, deferred = _outcome(kept, window.lengths[i], window.unsure[i])
@@ -135,14 +133,14 @@ class BiLDSession:
         limits = [min(self._owner.gamma, request.stopping.max_new_tokens - len(row.entries)) for row in rows]
         tokens: list[list[int]] = [[] for _ in rows]
         lengths: list[int | None] = [None] * len(rows)
-        unsure, probs, calls = [False] * len(rows), list[Tensor](), list[int]()
+        unsure, laws, calls = [False] * len(rows), list[Distribution](), list[int]()
         luck = torch.zeros(len(rows), 1, dtype=torch.float64)  # greedy: nothing is drawn
         while None in lengths:
             sequences = [[*row.tokens, *new] for row, new in zip(rows, tokens, strict=True)]
             draft = self._state.draft(sequences, luck, request.sampling)
-            probs.append(draft.probs[:, 0])
+            laws.append(draft.law)
             calls.append(draft.calls)
-            doubts = (draft.confidence[:, 0].amax(dim=-1) < self._owner.fallback).tolist()
+            doubts = (draft.raw.maximum[:, 0] < self._owner.fallback).tolist()
             for i, (token, doubt) in enumerate(zip(tokens_of(draft), doubts, strict=True)):
                 if lengths[i] is None and doubt:
                     lengths[i], unsure[i] = len(tokens[i]), True
@@ -150,14 +148,11 @@ class BiLDSession:
                 if lengths[i] is None and len(tokens[i]) == limits[i]:
                     lengths[i] = len(tokens[i])
         known = [length for length in lengths if length is not None]
-        return Window([new[: max(known)] for new in tokens], known, unsure, torch.stack(probs, dim=1), calls)
+        return Window([new[: max(known)] for new in tokens], known, unsure, join(laws), calls)
 
-    def _check(self, window: Window, confidence: Float[Tensor, "B T V"]) -> list[int]:
+    def _check(self, window: Window, verifier: Distribution) -> list[int]:
         """Count each row's own drafts before the first whose surprise −log p° is over the threshold."""
-        if not confidence.shape[1]:
-            return window.lengths
-        drafted = torch.tensor(window.tokens, device=confidence.device).unsqueeze(-1)
-        surprise = -confidence.gather(-1, drafted).squeeze(-1).log()
+        surprise = -verifier.at(torch.tensor(window.tokens, device=verifier.device)).log()
         stays = (surprise <= self._owner.rollback).long().cumprod(dim=-1).sum(dim=-1).tolist()
         return [min(pair) for pair in zip(stays, window.lengths, strict=True)]
 
@@ -169,7 +164,8 @@ def _outcome(kept: int, length: int, unsure: bool) -> tuple[Writer, bool | None]
     return ("verifier", True) if unsure else ("bonus", None)
 
 
-def _distances(window: Window, probs: Float[Tensor, "B K V"]) -> list[list[float]]:
+def _distances(window: Window, verifier: Distribution) -> list[list[float]]:
     """D_TV(p, q) at every position of which both distributions are known."""
-    both = min(window.probs.shape[1], probs.shape[1])
-    return total_variation(probs[:, :both], window.probs[:, :both].to(probs.device)).tolist()
+    both = min(window.law.shape[1], verifier.shape[1])
+    distances: list[list[float]] = distance(verifier.first(both), window.law.first(both).to(verifier.device)).tolist()
+    return distances

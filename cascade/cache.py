@@ -15,14 +15,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-__all__ = ["RaggedCache", "refuse_unsupported", "visible_keys"]
+__all__ = ["RaggedCache", "refuse_attention", "refuse_unsupported", "visible_keys"]
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _FIRST_CAPACITY = 256
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise for a model that this engine cannot run exactly.
+    """Raise for a decoder-only model that this engine cannot run exactly.
 
     Raises:
         ValueError: an encoder-decoder, or layers other than full and sliding attention; the message names them.
@@ -37,6 +37,16 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name}: recurrent or other special layers{kinds} cannot be rolled back after a rejected draft"
         )
+    refuse_attention(model)
+
+
+def refuse_attention(model: PreTrainedModel) -> None:
+    """Raise for an implementation of attention that cannot hide what was rolled back.
+
+    Raises:
+        ValueError: neither ``sdpa`` nor ``eager``.
+    """
+    name = model.config.name_or_path or type(model).__name__
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ValueError(
@@ -53,13 +63,14 @@ class RaggedCache(Cache):
         self._values: list[Float[Tensor, "B H S D"]] = []
         self._positions = torch.empty((0, 0), dtype=torch.long)
         self._start: int | None = 0
-        self._end = 0
+        self._held = self._end = 0
 
     def place(self, starts: Sequence[int], count: int, device: torch.device) -> Int[Tensor, "B N"]:
         """Direct the next ``count`` tokens of each row to the positions after ``starts``; return these positions."""
         self._positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(count, device=device)
         self._start = starts[0] if len(set(starts)) == 1 else None
-        self._end = max(starts) + count
+        self._held = max(starts)
+        self._end = self._held + count
         return self._positions
 
     def update(
@@ -72,8 +83,19 @@ class RaggedCache(Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of positions held by the longest row."""
-        return self._end
+        """Number of positions that the longest row held before the tokens that `place` announced."""
+        return self._held
+
+    def shift_rows(self, shifts: Sequence[int], end: int) -> None:
+        """Move what each row holds ``shifts[i]`` positions to the right, within the first ``end`` positions.
+
+        What a row shows where nothing moved in is unspecified but finite: hide it by the mask.
+        """
+        source = torch.arange(end) - torch.tensor(shifts).unsqueeze(1)
+        for buffer in (*self._keys, *self._values):
+            index = source.clamp(0, buffer.shape[2] - 1).to(buffer.device)[:, None, :, None]
+            shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+            buffer[:, :, :end] = buffer.gather(2, index.expand(shape))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

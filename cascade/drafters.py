@@ -31,16 +31,15 @@ class Draft:
 
     Args:
         tokens: ``[B, T]``.
-        probs: q at ``[B, T]`` positions, or ``[B, T + 1]`` when the one after the last drafted token was asked for too;
-            a tensor ``[B, T, V]`` or any form of `speccascade.cascade.forms`.
-        confidence: q°, likewise.
+        law: q at ``[B, T]`` positions, or ``[B, T + 1]`` when the one after the last drafted token was asked for too.
+        raw: q°, likewise; the same object where it is the same distribution.
         calls: the drafter's forward passes.
         lengths: how many tokens of each row count, at least one; the rest is padding. Default: all T.
     """
 
     tokens: Int[Tensor, "B T"]
-    probs: Tensor | Distribution
-    confidence: Tensor | Distribution
+    law: Distribution
+    raw: Distribution
     calls: int
     lengths: Sequence[int] | None = None
 
@@ -85,7 +84,11 @@ class DraftState(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that starts a fresh `DraftState` for each call."""
+    """Anything that starts a fresh `DraftState` for each call.
+
+    One with a ``decoder_start`` (None for decoder-only) is taken only beside a verifier with the same; one without the
+    attribute drafts from rows of any kind.
+    """
 
     name: str
     vocab_size: int
@@ -103,6 +106,7 @@ class ModelDrafter:
         self.name = model.name
         self.vocab_size = model.vocab_size
         self.max_length: int | None = getattr(model, "max_length", None)
+        self.decoder_start: int | None = getattr(model, "decoder_start", None)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "ModelDraftState":
         """Begin with a row for each prompt."""

@@ -10,7 +10,7 @@ Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,18 +19,17 @@ from transformers import PreTrainedModel
 
 from .blocks import TargetRule, VerifyBlock
 from .distributions import Sampling, draw, draw_uniforms
-from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, pad_unread
-from .forms import Distribution, FromLogits, Whole, as_distribution, distribute
-from .generation import GenerationLoop
-from .models import CausalLM, PrefixState, TransformersLM, vocab_rows
+from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
+from .forms import Distribution, Whole
+from .models import CausalLM, PrefixState
 from .pace import AdaptiveGamma, Pacer
-from .processing import process_logits
+from .pair import PairLoop, score
 from .requests import Request, Row
 from .results import LedgerEntry
 from .targets import Target, read_target
 from .verify import emission_law, judge
 
-__all__ = ["SpeculativeCascade", "as_drafter", "as_language_model", "vocabulary_of"]
+__all__ = ["SpeculativeCascade"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Round:
         return [[*tokens[:accepted], last] for tokens, accepted, last in rows]
 
 
-class SpeculativeCascade(GenerationLoop):
+class SpeculativeCascade(PairLoop):
     """Two models and a rule: tokens whose law is the rule's target π.
 
     Args:
-        drafter: a Hugging Face model or any `Drafter`.
+        drafter: a Hugging Face model or any `Drafter`; two encoder-decoders (T5 family), or neither.
         verifier: a Hugging Face model or any `CausalLM`.
         rule: anything with ``target(block) -> [B, T, V]``, such as ``rules.OPT(alpha=0.3)`` or a `LearnedRouter`.
         gamma: tokens drafted per block, or an `AdaptiveGamma`, which stops a block when the next token would not pay.
@@ -67,7 +66,8 @@ class SpeculativeCascade(GenerationLoop):
         vocab_size: number of token ids that both models share and may emit; default: the smaller head.
 
     Raises:
-        ValueError: an argument out of range, or a model that cannot be run exactly (recurrent, encoder-decoder).
+        ValueError: an argument out of range, a model that cannot be run exactly (recurrent, an encoder-decoder with
+            absolute positions), or an encoder-decoder beside a decoder-only model.
     """
 
     def __init__(
@@ -85,10 +85,7 @@ class SpeculativeCascade(GenerationLoop):
             raise ValueError(f"bonus: expected 'verifier' or 'target', got {bonus!r}")
         if not callable(getattr(rule, "target", None)):
             raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
-        if vocab_size is None:
-            vocab_size = min(vocabulary_of(drafter), vocabulary_of(verifier))
-        self.verifier = as_language_model(verifier, vocab_size)
-        self.drafter = as_drafter(drafter, vocab_size)
+        super().__init__(drafter, verifier, vocab_size)
         if isinstance(gamma, AdaptiveGamma) and not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"gamma: AdaptiveGamma needs a model that drafts token by token, not {self.drafter.name}")
         self.rule = rule
@@ -100,17 +97,6 @@ class SpeculativeCascade(GenerationLoop):
     def name(self) -> str:
         """How the cascade is called where it drafts for a larger model."""
         return f"{self.drafter.name} → {self.verifier.name}"
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids that the pair may emit."""
-        return self.verifier.vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """Number of positions that both models know."""
-        known = [getattr(model, "max_length", None) for model in (self.drafter, self.verifier)]
-        return min((length for length in known if length is not None), default=None)
 
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin one call with a row for each prompt."""
@@ -160,12 +146,8 @@ class SpeculativeCascade(GenerationLoop):
         """
         device, length = self.verifier.device, draft.tokens.shape[1]
         drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
-        unread, counts = pad_unread(drafted, verify_state.lengths, device)
-        logits = verify_state.extend(unread, counts, keep=length + 1)
-        verifier = distribute(process_logits(logits, drafted, sampling), sampling, f"the verifier {self.verifier.name}")
-        verifier_raw = verifier if sampling.is_plain else FromLogits(logits)
-        drafter = as_distribution(draft.probs).to(device)
-        drafter_raw = drafter if draft.confidence is draft.probs else as_distribution(draft.confidence).to(device)
+        verifier, verifier_raw = score(self.verifier, verify_state, drafted, sampling, length + 1)
+        drafter, drafter_raw = _each((draft.law, draft.raw), lambda side: side.to(device))
         starts = torch.tensor([[len(row)] for row in rows], device=device)
         block = VerifyBlock(
             *_each((drafter, verifier, drafter_raw, verifier_raw), lambda side: side.first(length)),
@@ -245,12 +227,9 @@ class CascadeSession:
                 confidences[index] += confidence[index, : len(tokens)]
         starts = [len(row) for row in request.rows]
         drafted = [row[start : start + request.length] for row, start in zip(rows, starts, strict=True)]
-        return Draft(
-            tokens=torch.tensor(drafted, device=laws[0][0].device),
-            probs=torch.stack([torch.stack(law[:wanted]) for law in laws]),
-            confidence=torch.stack([torch.stack(confidence[:wanted]) for confidence in confidences]),
-            calls=calls,
-        )
+        law = Whole(torch.stack([torch.stack(law[:wanted]) for law in laws]))
+        raw = law if request.sampling.is_plain else Whole(torch.stack([torch.stack(c[:wanted]) for c in confidences]))
+        return Draft(torch.tensor(drafted, device=law.device), law, raw, calls)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
@@ -281,42 +260,10 @@ class CascadeSession:
         return torch.cat([emission_law(target, block.draft_probs), self._cascade.bonus_law(after).dense], dim=1)
 
 
-def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> CausalLM:
-    """Adapt a Hugging Face model; pass anything else on."""
-    if isinstance(model, PreTrainedModel):
-        return TransformersLM(model, vocab_size)
-    _check_vocabulary(model, vocab_size)
-    return model
-
-
-def as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
-    """Let a Hugging Face model draft; pass anything else on."""
-    if isinstance(drafter, PreTrainedModel):
-        return ModelDrafter(TransformersLM(drafter, vocab_size))
-    _check_vocabulary(drafter, vocab_size)
-    return drafter
-
-
 def _each(sides: Sequence[Distribution], view: Callable[[Distribution], Distribution]) -> list[Distribution]:
     """View each side; sides that are one and the same stay so, and nothing is computed twice."""
     views = {id(side): view(side) for side in sides}
     return [views[id(side)] for side in sides]
-
-
-def _check_vocabulary(model: CausalLM | Drafter, vocab_size: int) -> None:
-    if model.vocab_size != vocab_size:
-        raise ValueError(
-            f"vocab_size: expected one vocabulary, {model.name} has {model.vocab_size} tokens, not {vocab_size}"
-        )
-
-
-def vocabulary_of(model: Any) -> int:
-    """Return the number of token ids of a Hugging Face model, a `CausalLM` or a `Drafter`."""
-    if isinstance(model, PreTrainedModel):
-        return vocab_rows(model)
-    if not hasattr(model, "vocab_size"):
-        raise ValueError(f"model: expected a transformers model, a CausalLM or a Drafter, got {type(model).__name__}")
-    return int(model.vocab_size)
 
 
 def _block_entries(round_: Round, with_tv: bool) -> list[list[LedgerEntry]]:

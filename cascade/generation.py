@@ -56,6 +56,11 @@ class GenerationLoop(ABC):
     def max_length(self) -> int | None:
         """Number of positions that the models know, if they are limited."""
 
+    @property
+    def decoder_start(self) -> int | None:
+        """First token of every row of an encoder-decoder; None: rows begin with their prompts."""
+        return None
+
     @abstractmethod
     def open_session(self, prompts: Sequence[Sequence[int]]) -> Session:
         """Begin one call with a row for each prompt, nothing of it read yet."""
@@ -84,8 +89,10 @@ class GenerationLoop(ABC):
         """Generate after each prompt of a batch.
 
         Args:
-            input_ids: the prompts ``[B, L]``.
-            attention_mask: zeros mark left padding, which no model sees; default: no padding.
+            input_ids: the prompts ``[B, L]``; those of the encoder where there is one, and then the rows begin with
+                the model's decoder start token instead.
+            attention_mask: zeros mark padding, which no model sees: at the left, for encoder-decoders at either side;
+                default: no padding.
             max_new_tokens: at most so many tokens a row.
             temperature: 0 decodes greedily.
             top_p: mass of the nucleus that both models are cut to; 1 keeps all.
@@ -116,9 +123,12 @@ class GenerationLoop(ABC):
             streamer,
             self.max_length,
             ledger,
+            self.decoder_start,
         )
         started = time.perf_counter()
-        session = self.open_session([row.tokens for row in request.rows])
+        session = self.open_session(request.prompts)
+        if self.decoder_start is not None:
+            input_ids = torch.full_like(input_ids[:, :1], self.decoder_start)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         run_to_end(session, request, request.rows, streamer)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from .drafters import Draft, DraftRequest
-from .forms import Certain
+from .forms import Certain, Whole
 from .processing import process_logits
 
 __all__ = ["PromptLookupDrafter"]
 
 
 class PromptLookupDrafter:
-    """Draft by copying from earlier in the row.
+    """Draft by copying from earlier in the row: beside an encoder-decoder, from the decoder's tokens alone.
 
     Args:
         vocab_size: number of token ids that the verifier may emit.
@@ -46,7 +46,7 @@ class PromptLookupDrafter:
         rows = [_avoid_banned(row, self.continue_row(row, length), request, self.vocab_size) for row in request.rows]
         tokens = torch.tensor(rows)
         certain = Certain(tokens, self.vocab_size)
-        return Draft(tokens[:, : request.length], certain, _doubt(certain.dense), calls=0)
+        return Draft(tokens[:, : request.length], certain, Whole(_doubt(certain.dense)), calls=0)
 
     def continue_row(self, row: Sequence[int], length: int) -> list[int]:
         """Guess the next ``length`` tokens of one row.

@@ -1,7 +1,7 @@
 """A causal language model as the engine needs it: read tokens, give logits, forget tokens, row by row.
 
-Knows no tokenizer, no rule and no sampling. `TransformersLM` adapts any decoder-only Hugging Face model; anything with
-the same two protocols will do.
+Knows no tokenizer, no rule and no sampling. `TransformersLM` adapts any decoder-only Hugging Face model (`seq2seq.py`
+adapts encoder-decoders); anything with the same two protocols will do.
 
 Shapes: ``B`` row, ``N`` tokens read at once, ``V`` token.
 """
@@ -12,13 +12,22 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache, refuse_unsupported, visible_keys
 
-__all__ = ["CausalLM", "PrefixState", "TransformersLM", "vocab_rows"]
+__all__ = [
+    "CausalLM",
+    "PrefixState",
+    "TransformersLM",
+    "as_mask",
+    "check_vocab_size",
+    "find_cache_argument",
+    "keep_last",
+    "vocab_rows",
+]
 
 
 @runtime_checkable
@@ -48,7 +57,11 @@ class PrefixState(Protocol):
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A model that starts a fresh `PrefixState` for each call, so that nothing leaks from one call into the next."""
+    """A model that starts a fresh `PrefixState` for each call, so that nothing leaks from one call into the next.
+
+    An encoder-decoder also has ``decoder_start``: `start` gives it the encoder's prompts, and the rows that its state
+    reads begin with this one token instead. Without it (or with None) the rows begin with the prompts.
+    """
 
     name: str
     vocab_size: int
@@ -79,15 +92,11 @@ class TransformersLM:
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise ValueError(f"{type(model).__name__}: rows of different lengths need a model that takes position_ids")
-        rows = vocab_rows(model)
-        if vocab_size is not None and not 0 < vocab_size <= rows:
-            raise ValueError(f"vocab_size: expected 1 to {rows} (rows of the head), got {vocab_size}")
+        self.vocab_size = check_vocab_size(model, vocab_size)
         self.model = model.eval()
-        self.vocab_size = rows if vocab_size is None else vocab_size
         self.max_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.name = model.config.name_or_path or type(model).__name__
-        # transformers 5.24 renamed the argument; the old name goes away later.
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_argument = find_cache_argument(model)
         self.keeps_logits = "logits_to_keep" in parameters
         self.masks = _mask_kinds(model)
 
@@ -103,16 +112,8 @@ class TransformersLM:
 
     def attention_mask(self, positions: Int[Tensor, "B N"], end: int) -> Any:
         """The mask that the model's layers need: one tensor, or one for each kind of layer."""
-        masks = {
-            kind: self._as_model_takes(visible_keys(positions, end, window)) for kind, window in self.masks.items()
-        }
+        masks = {kind: as_mask(self.model, visible_keys(positions, end, window)) for kind, window in self.masks.items()}
         return masks.get("", masks)
-
-    def _as_model_takes(self, visible: Tensor) -> Tensor:
-        if self.model.config._attn_implementation == "sdpa":
-            return visible
-        smallest = torch.finfo(self.model.dtype).min
-        return torch.where(visible, 0.0, smallest).to(self.model.dtype)
 
 
 class TransformersState:
@@ -147,11 +148,7 @@ class TransformersState:
             **arguments,
         ).logits[:, -(keep + padding) :, : owner.vocab_size]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        if not padding:
-            return logits
-        first = torch.tensor([logits.shape[1] - (tokens.shape[1] - count) - keep for count in counts])
-        index = first.unsqueeze(1) + torch.arange(keep)
-        return logits[torch.arange(len(counts)).unsqueeze(1), index]
+        return keep_last(logits, [tokens.shape[1] - count for count in counts], keep)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but the first ``lengths[i]`` tokens of row i."""
@@ -169,6 +166,39 @@ def vocab_rows(model: PreTrainedModel) -> int:
     """Number of rows of the output head, padding rows included."""
     rows: int = model.get_output_embeddings().weight.shape[0]
     return rows
+
+
+def check_vocab_size(model: PreTrainedModel, vocab_size: int | None) -> int:
+    """Return the number of real token ids: ``vocab_size``, or all rows of the head.
+
+    Raises:
+        ValueError: more than the head has, or less than one.
+    """
+    rows = vocab_rows(model)
+    if vocab_size is not None and not 0 < vocab_size <= rows:
+        raise ValueError(f"vocab_size: expected 1 to {rows} (rows of the head), got {vocab_size}")
+    return rows if vocab_size is None else vocab_size
+
+
+def find_cache_argument(model: PreTrainedModel) -> str:
+    """Name of the argument that takes the cache: transformers 5.24 renamed it; the old name goes away later."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def as_mask(model: PreTrainedModel, visible: Bool[Tensor, "B 1 N S"]) -> Tensor:
+    """The mask as the model's attention takes it: of truth values, or of numbers to add."""
+    if model.config._attn_implementation == "sdpa":
+        return visible
+    return torch.where(visible, 0.0, torch.finfo(model.dtype).min).to(model.dtype)
+
+
+def keep_last(logits: Float[Tensor, "B M V"], padding: Sequence[int], keep: int) -> Float[Tensor, "B keep V"]:
+    """The logits at each row's last ``keep`` tokens, behind which ``padding[i]`` positions of row i are padding."""
+    width = logits.shape[1]
+    if not any(padding):
+        return logits[:, width - keep :]
+    first = torch.tensor([width - count - keep for count in padding])
+    return logits[torch.arange(len(padding)).unsqueeze(1), first.unsqueeze(1) + torch.arange(keep)]
 
 
 def _mask_kinds(model: PreTrainedModel) -> dict[str, int | None]:

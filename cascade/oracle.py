@@ -9,8 +9,6 @@ Shapes: ``B`` row, ``V`` token.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from .blocks import TargetRule, VerifyBlock
@@ -20,6 +18,7 @@ from .models import CausalLM
 from .pair import PairLoop, PairState
 from .requests import Request, Row
 from .results import LedgerEntry
+from .targets import Target, read_target
 
 __all__ = ["OracleCascade"]
 
@@ -58,24 +57,14 @@ class OracleCascade(PairLoop):
         """Begin one call with a row for each prompt."""
         return OracleSession(self, prompts)
 
-    def ask_rule(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def ask_rule(self, block: VerifyBlock) -> Target:
         """Return the rule's target, checked: a distribution at every position."""
-        target = self.rule.target(block)
-        if target.shape != block.draft_probs.shape:
-            expected, shape = tuple(block.draft_probs.shape), tuple(target.shape)
-            raise ValueError(f"rule {self.rule!r}: expected a target of shape {expected}, got {shape}")
-        mass, least = target.sum(dim=-1), float(target.amin())
-        if not (least >= 0 and bool(((mass - 1).abs() < 1e-3).all())):
-            got = f"sums of {float(mass.amin()):.4g} to {float(mass.amax()):.4g} and a least value of {least:.4g}"
-            raise ValueError(f"rule {self.rule!r}: expected a target of values >= 0 that sum to one, got {got}")
+        target = read_target(self.rule, block)
+        mass = target.dense().sum(dim=-1)
+        if not bool(((mass - 1).abs() < 1e-3).all()):
+            got = f"sums of {float(mass.amin()):.4g} to {float(mass.amax()):.4g}"
+            raise ValueError(f"rule {self.rule!r}: expected a target that sums to one, got {got}")
         return target
-
-    def decide(self, block: VerifyBlock, target: Float[Tensor, "B T V"]) -> list[bool]:
-        """Return the rule's own decision for each row; for a rule that states none, whether π differs from q."""
-        defer_mask = getattr(self.rule, "defer_mask", None)
-        mask = (target != block.draft_probs).any(dim=-1) if defer_mask is None else defer_mask(block)
-        decisions: list[bool] = mask[:, 0].tolist()
-        return decisions
 
 
 class OracleSession:
@@ -89,17 +78,19 @@ class OracleSession:
         sequences = [row.tokens for row in rows]
         uniforms = draw_uniforms([row.generator for row in rows], 1)
         draft = self._state.draft(sequences, uniforms, request.sampling)
-        probs, confidence = self._state.verify(sequences, request.sampling)
+        verifier, verifier_raw = self._state.verify(sequences, request.sampling)
+        device = verifier.device
         block = VerifyBlock(
-            draft_probs=draft.probs.to(probs.device),
-            verifier_probs=probs,
-            draft_confidence=draft.confidence.to(probs.device),
-            verifier_confidence=confidence,
-            tokens=draft.tokens.to(probs.device),
-            positions=torch.tensor([[len(row)] for row in sequences], device=probs.device),
+            draft=draft.law.to(device),
+            verifier=verifier,
+            draft_raw=draft.raw.to(device),
+            verifier_raw=verifier_raw,
+            tokens=draft.tokens.to(device),
+            positions=torch.tensor([[len(row)] for row in sequences], device=device),
         )
         target = self._owner.ask_rule(block)
-        tokens = draw(target[:, 0], uniforms[:, 0]).tolist()
+        tokens = draw(target.dense(), uniforms.to(device))[:, 0].tolist()
+        decisions: list[bool] = target.deferred[:, 0].tolist()
         distances = block.stats.tv[:, 0].tolist() if request.ledger else [None] * len(tokens)
         for row in rows:
             row.rounds += 1
@@ -108,7 +99,7 @@ class OracleSession:
             row.verifier_calls += 1
         return [
             [LedgerEntry(token, "verifier" if defer else "drafter", defer, tv)]
-            for token, defer, tv in zip(tokens, self._owner.decide(block, target), distances, strict=True)
+            for token, defer, tv in zip(tokens, decisions, distances, strict=True)
         ]
 
     def select_rows(self, rows: Sequence[int]) -> None:

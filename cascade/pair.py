@@ -1,7 +1,7 @@
-"""What the executions beside the speculative one share: a drafter that drafts token by token, and its verifier.
+"""What every execution of a cascade shares: a drafter, and a verifier that reads what it has not read yet.
 
-Knows no rule, no threshold and no block: it lets the drafter take one step, lets the verifier read what it has not read
-yet, and keeps both in step with the kept tokens.
+Knows no rule, no threshold and no block: it lets the drafter take one step, lets the verifier read, and keeps both in
+step with the kept tokens.
 
 Shapes: ``B`` row, ``K`` positions asked for, ``V`` token.
 """
@@ -12,14 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .distributions import Sampling, logits_to_probs
+from .adapters import as_drafter, as_language_model, check_decoder_start, vocabulary_of
+from .distributions import Sampling
 from .drafters import Draft, Drafter, DraftRequest, DraftState, pad_unread
-from .engine import as_drafter, as_language_model, vocabulary_of
+from .forms import Distribution, FromLogits, distribute
 from .generation import GenerationLoop
-from .models import CausalLM
+from .models import CausalLM, PrefixState
 from .processing import process_logits
 
-__all__ = ["PairLoop", "PairState", "draft_one", "tokens_of"]
+__all__ = ["PairLoop", "PairState", "draft_one", "score", "tokens_of"]
 
 
 class PairLoop(GenerationLoop):
@@ -44,6 +45,7 @@ class PairLoop(GenerationLoop):
             vocab_size = min(vocabulary_of(drafter), vocabulary_of(verifier))
         self.verifier = as_language_model(verifier, vocab_size)
         self.drafter = as_drafter(drafter, vocab_size)
+        check_decoder_start(self.drafter, self.verifier)
 
     @property
     def vocab_size(self) -> int:
@@ -55,6 +57,11 @@ class PairLoop(GenerationLoop):
         """Number of positions that both models know."""
         known = [getattr(model, "max_length", None) for model in (self.drafter, self.verifier)]
         return min((length for length in known if length is not None), default=None)
+
+    @property
+    def decoder_start(self) -> int | None:
+        """First token of every row of an encoder-decoder."""
+        return getattr(self.verifier, "decoder_start", None)
 
 
 class PairState:
@@ -71,16 +78,9 @@ class PairState:
 
     def verify(
         self, rows: Sequence[Sequence[int]], sampling: Sampling, positions: int = 1
-    ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B K V"]]:
-        """One pass of the verifier over all that it has not read yet: p and p° at the last ``positions`` of each row.
-
-        The last of them is the position after the row's last token.
-        """
-        unread, counts = pad_unread(rows, self._verify_state.lengths, self._verifier.device)
-        logits = self._verify_state.extend(unread, counts, keep=positions)
-        processed = process_logits(logits, rows, sampling)
-        probs = logits_to_probs(processed, sampling, f"the verifier {self._verifier.name}")
-        return probs, probs if sampling.is_plain else logits_to_probs(logits)
+    ) -> tuple[Distribution, Distribution]:
+        """One pass of the verifier: `score`."""
+        return score(self._verifier, self._verify_state, rows, sampling, positions)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
@@ -91,6 +91,19 @@ class PairState:
         """Keep only these rows."""
         self._draft_state.select_rows(rows)
         self._verify_state.select_rows(rows)
+
+
+def score(
+    verifier: CausalLM, state: PrefixState, rows: Sequence[Sequence[int]], sampling: Sampling, positions: int
+) -> tuple[Distribution, Distribution]:
+    """One pass of a verifier over all that it has not read yet: p and p° at the last ``positions`` of each row.
+
+    The last of them is the position after the row's last token.
+    """
+    unread, counts = pad_unread(rows, state.lengths, verifier.device)
+    logits = state.extend(unread, counts, keep=positions)
+    law = distribute(process_logits(logits, rows, sampling), sampling, f"the verifier {verifier.name}")
+    return law, law if sampling.is_plain else FromLogits(logits)
 
 
 def draft_one(

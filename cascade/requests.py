@@ -54,8 +54,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate and how."""
+    """What to generate and how; ``rows`` begin with their ``prompts``, or with an encoder-decoder's start token."""
 
+    prompts: list[list[int]]
     rows: list[Row]
     sampling: Sampling
     stopping: Stopping
@@ -72,6 +73,7 @@ def check_request(
     streamer: Streamer | None,
     max_length: int | None,
     ledger: bool,
+    decoder_start: int | None = None,
 ) -> Request:
     """Check the arguments of ``generate`` and start a row for each prompt.
 
@@ -82,17 +84,18 @@ def check_request(
         raise ValueError(f"input_ids: expected prompts [B, L] with B, L >= 1, got shape {tuple(input_ids.shape)}")
     if streamer is not None and input_ids.shape[0] != 1:
         raise ValueError(f"streamer: expected one prompt beside it, got {input_ids.shape[0]}")
-    prompts = _strip_padding(input_ids, attention_mask)
+    prompts = _strip_padding(input_ids, attention_mask, either_side=decoder_start is not None)
     low, high = min(map(min, prompts)), max(map(max, prompts))
     if low < 0 or high >= vocab_size:
         raise ValueError(f"input_ids: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}")
-    longest = max(map(len, prompts))
+    starts = [list(prompt) if decoder_start is None else [decoder_start] for prompt in prompts]
+    longest = max(map(len, starts))
     if max_length is not None and longest + stopping.max_new_tokens > max_length:
         asked = f"a prompt of {longest} and {stopping.max_new_tokens} new ones"
         raise ValueError(f"max_new_tokens: expected at most {max_length} tokens, as the models know, got {asked}")
     generators = _row_generators(seed, len(prompts))
-    rows = [Row(prompt, generator) for prompt, generator in zip(prompts, generators, strict=True)]
-    return Request(rows, sampling, stopping, ledger)
+    rows = [Row(start, generator) for start, generator in zip(starts, generators, strict=True)]
+    return Request(prompts, rows, sampling, stopping, ledger)
 
 
 def build_sampling(
@@ -140,7 +143,7 @@ def collect_result(
     )
 
 
-def _strip_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+def _strip_padding(input_ids: Tensor, attention_mask: Tensor | None, either_side: bool) -> list[list[int]]:
     if attention_mask is None:
         rows: list[list[int]] = input_ids.tolist()
         return rows
@@ -148,7 +151,11 @@ def _strip_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[lis
         expected, got = tuple(input_ids.shape), tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: expected the shape of input_ids {expected}, got {got}")
     mask = attention_mask != 0
-    if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+    if either_side:
+        runs = mask[:, 0].int() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
+        if bool((runs != 1).any()):
+            raise ValueError("attention_mask: expected one run of ones a row, zeros for padding before or after it")
+    elif not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError("attention_mask: expected ones, after zeros for left padding; found zeros after a one")
     return [tokens[keep].tolist() for tokens, keep in zip(input_ids, mask, strict=True)]
 

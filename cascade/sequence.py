@@ -78,7 +78,7 @@ class SequenceSession:
     """One call: every row's one block is its whole answer."""
 
     def __init__(self, owner: SequenceCascade, prompts: Sequence[Sequence[int]]) -> None:
-        self._owner = owner
+        self._owner, self._prompts = owner, prompts
         self._drafting = AnswerSession(owner, prompts)
 
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
@@ -94,7 +94,8 @@ class SequenceSession:
         answers = [_copy(row) if defer else draft for row, draft, defer in zip(rows, drafts, decisions, strict=True)]
         deferred = [answer for answer, defer in zip(answers, decisions, strict=True) if defer]
         if deferred:
-            verifying = SingleModel(self._owner.verifier).open_session([answer.tokens for answer in deferred])
+            unanswered = [prompt for prompt, defer in zip(self._prompts, decisions, strict=True) if defer]
+            verifying = SingleModel(self._owner.verifier).open_session(unanswered)
             run_to_end(verifying, request, deferred)
         for row, draft, answer in zip(rows, drafts, answers, strict=True):
             row.rounds = draft.rounds + answer.verifier_calls
@@ -123,8 +124,7 @@ class AnswerSession:
         """Write the next token of every row."""
         uniforms = draw_uniforms([row.generator for row in rows], 1)
         draft = draft_one(self._state, [row.tokens for row in rows], uniforms, request.sampling)
-        believed = draft.confidence if self._raw else draft.probs
-        chances = believed[:, 0].gather(-1, draft.tokens)[:, 0].tolist()
+        chances = (draft.raw if self._raw else draft.law).at(draft.tokens)[:, 0].tolist()
         for place, row, chance in zip(self._places, rows, chances, strict=True):
             self.log_probs[place] += math.log(chance) if chance > 0 else -math.inf
             row.rounds += 1

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .distributions import draw, draw_uniforms, total_variation
+from .distributions import draw_uniforms
 from .drafters import Draft, Drafter
+from .forms import Distribution, distance
 from .models import CausalLM
 from .pair import PairLoop, PairState, tokens_of
 from .requests import Request, Row
@@ -42,13 +43,13 @@ class DraftStats(Stats):
 
     Args:
         rule: who reads them, named when it asks for too much.
-        probs: q ``[B, 1, V]``.
-        confidence: q° ``[B, 1, V]``.
+        law: q ``[B, 1]``.
+        raw: q°, likewise.
     """
 
-    def __init__(self, rule: object, probs: Float[Tensor, "B 1 V"], confidence: Float[Tensor, "B 1 V"]) -> None:
+    def __init__(self, rule: object, law: Distribution, raw: Distribution) -> None:
         # No field left to read touches the verifier's side; q stands there only to be filled.
-        super().__init__(probs, probs, confidence, confidence)
+        super().__init__(law, law, raw, raw)
         self.__dict__["_rule"] = rule
 
     def __getattribute__(self, name: str) -> Any:
@@ -97,7 +98,7 @@ class SequentialCascade(PairLoop):
 
     def decide(self, draft: Draft) -> list[bool]:
         """Ask the rule for each row whether to defer."""
-        stats = DraftStats(self.rule, draft.probs, draft.confidence)
+        stats = DraftStats(self.rule, draft.law, draft.raw)
         defer = self.rule.defer(stats)
         if defer.shape != stats.shape or defer.dtype != torch.bool:
             expected, got = tuple(stats.shape), f"{defer.dtype} of shape {tuple(defer.shape)}"
@@ -121,10 +122,10 @@ class SequentialSession:
         deferred, drafted = self._owner.decide(draft), tokens_of(draft)
         written, distances = drafted, list[float]()
         if any(deferred):
-            probs, _ = self._state.verify(sequences, request.sampling)
-            written = draw(probs[:, 0], uniforms[:, 0]).tolist()
+            verifier, _ = self._state.verify(sequences, request.sampling)
+            written = verifier.sample(uniforms)[:, 0].tolist()
             if request.ledger:
-                distances = total_variation(probs, draft.probs.to(probs.device))[:, 0].tolist()
+                distances = distance(verifier, draft.law.to(verifier.device))[:, 0].tolist()
         for row, defer in zip(rows, deferred, strict=True):
             row.rounds += 1
             row.drafted += 1

@@ -5,9 +5,9 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
+from .adapters import as_language_model
 from .distributions import draw_uniforms
 from .drafters import pad_unread
-from .engine import as_language_model
 from .forms import distribute
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState, vocab_rows
@@ -48,6 +48,11 @@ class SingleModel(GenerationLoop):
     def max_length(self) -> int | None:
         """Number of positions that the model knows."""
         return getattr(self.model, "max_length", None)
+
+    @property
+    def decoder_start(self) -> int | None:
+        """First token of every row of an encoder-decoder."""
+        return getattr(self.model, "decoder_start", None)
 
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "SingleSession":
         """Begin one call with a row for each prompt."""
