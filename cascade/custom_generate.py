@@ -11,13 +11,13 @@ Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` position in the block, ``V`` 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .blocks import TargetRule, VerifyBlock
 from .drafters import Drafter
@@ -105,7 +105,8 @@ def generate(
     }  # fmt: skip
     if generation_config is None or logits_processor is None or stopping_criteria is None:
         # Not called by transformers, which passes all three: let it prepare the call.
-        prepared: CascadeOutput | Tensor = model.generate(
+        through_transformers: Any = model.generate
+        prepared: CascadeOutput | Tensor = through_transformers(
             input_ids,
             generation_config=generation_config,
             logits_processor=logits_processor,
@@ -141,7 +142,7 @@ def generate(
     sequences = result.sequences.clone()
     if not settings.return_dict:
         return sequences
-    return CascadeOutput(sequences=sequences, stats=result.stats, ledger=result.ledger)
+    return CascadeOutput(sequences=cast(torch.LongTensor, sequences), stats=result.stats, ledger=result.ledger)
 
 
 def _check_model(model: PreTrainedModel, synced_gpus: bool) -> None:

@@ -205,7 +205,7 @@ def check_criteria(criteria: Iterable[StoppingCriteria], settings: GenerationSet
 
 def _refuse_others(config: GenerationConfig) -> None:
     # transformers fills unset fields with these before it calls; a later release may bring fields of its own.
-    defaults = getattr(config, "_get_default_generation_params", dict)()
+    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     for name, value in vars(config).items():
         if value is None or name.startswith("_") or name in HONOURED or name in IDLE:
             continue
@@ -224,8 +224,10 @@ def _replayed_processors(
     """Build what transformers builds from the settings in force."""
     replayed: list[LogitsProcessor] = [LogitNormalization()]
     if settings.repetition_penalty != 1:
-        padding = None if attention_mask is None else (attention_mask == 0).sum(dim=1)
-        replayed.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty), padding))
+        penalty = RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))
+        # Set afterwards: older constructors take one number only.
+        penalty.prompt_ignore_length = None if attention_mask is None else (attention_mask == 0).sum(dim=1)
+        replayed.append(penalty)
     if config.bad_words_ids:
         replayed.append(NoBadWordsLogitsProcessor(config.bad_words_ids, list(settings.eos_token_id)))
     if config.suppress_tokens is not None:
