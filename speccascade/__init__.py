@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cascade.custom_generate import generate as generate
     from .cascade.engine import SpeculativeCascade as SpeculativeCascade
     from .router import rules as rules
     from .router.learned import LearnedRouter as LearnedRouter
 
 __version__ = "0.1.0"
 
-__all__ = ["LearnedRouter", "SpeculativeCascade", "__version__", "rules"]
+__all__ = ["LearnedRouter", "SpeculativeCascade", "__version__", "generate", "rules"]
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "cascade").is_dir() and (_HERE.parent / "cascade" / "__init__.py").is_file():
@@ -26,6 +27,7 @@ if not (_HERE / "cascade").is_dir() and (_HERE.parent / "cascade" / "__init__.py
 _PUBLIC = {
     "LearnedRouter": (".router.learned", "LearnedRouter"),
     "SpeculativeCascade": (".cascade.engine", "SpeculativeCascade"),
+    "generate": (".cascade.custom_generate", "generate"),
     "rules": (".router.rules", None),
 }
 

@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+import speccascade
 from speccascade.cascade import SingleModel, SpeculativeCascade, VerifyBlock
 
 WINDOW, NEW = 9, 40
@@ -116,6 +117,15 @@ def test_a_row_does_not_depend_on_its_neighbours(family: str) -> None:
         assert together.sequences[row, 12 : 12 + length].tolist() == single.sequences[0, len(prompt) :].tolist()
         assert single.stats.accepted == together.stats.per_sequence[row].accepted
     assert len({part.new_tokens for part in together.stats.per_sequence}) > 1, "rows must end at different times"
+
+
+@pytest.mark.parametrize("family", ["gemma2, sliding, eager", "gemma3, sliding", "gpt2"])
+def test_what_transformers_prepares_for_a_family_is_taken_from_it(family: str) -> None:
+    drafter, verifier = build_pair(family)
+    _, ids, mask = ragged_prompts()
+    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    ours = verifier.generate(ids, **settings, drafter=drafter, custom_generate=speccascade.generate)
+    assert torch.equal(ours, verifier.generate(ids, **settings))
 
 
 def test_models_without_position_ids_are_refused_by_name() -> None:
