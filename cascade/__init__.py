@@ -12,6 +12,7 @@ from .lookup import PromptLookupDrafter
 from .models import TransformersLM
 from .oracle import OracleCascade
 from .pace import AdaptiveGamma
+from .packing import pack_weights
 from .sequence import SequenceCascade
 from .sequential import SequentialCascade
 from .single import SingleModel
@@ -37,4 +38,5 @@ __all__ = [
     "early_exit",
     "emission_law",
     "logits_to_probs",
+    "pack_weights",
 ]

@@ -164,7 +164,8 @@ class TransformersState:
 
 def vocab_rows(model: PreTrainedModel) -> int:
     """Number of rows of the output head, padding rows included."""
-    rows: int = model.get_output_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    rows: int = getattr(head, "out_features", None) or head.weight.shape[0]
     return rows
 
 
