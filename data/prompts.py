@@ -9,6 +9,7 @@ Knows nothing of models, traces or rules.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..router.checks import unknown_name
-from .embedded import gsm8k
+from .embedded import gsm8k, humaneval
 
 __all__ = [
     "Example",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 EMBEDDED_GSM8K = "embedded:gsm8k"
+EMBEDDED_HUMANEVAL = "embedded:humaneval"
+EMBEDDED_COLUMNS = {EMBEDDED_GSM8K: ("question", "answer"), EMBEDDED_HUMANEVAL: ("prompt", "canonical_solution")}
+"""Prompt and reference columns of the embedded texts."""
 
 _CALCULATOR_NOTES = re.compile(r"<<[^<>]*>>")
 
@@ -46,10 +50,10 @@ class PromptConfig:
     """Where prompts and references come from, and how they are put to a model.
 
     Args:
-        source: 'embedded:gsm8k' (test questions of GSM8K with worked answers), a .jsonl, .parquet or .csv file, or a
-            data set on the hub.
-        prompt_column: column of the prompt ('question' for GSM8K, else 'prompt', unless given).
-        reference_column: column of the reference ('answer' for GSM8K, else 'reference', unless given).
+        source: 'embedded:gsm8k' (test questions of GSM8K with worked answers), 'embedded:humaneval' (functions of
+            HumanEval to complete), a .jsonl, .parquet or .csv file, or a data set on the hub.
+        prompt_column: column of the prompt (unless given, the embedded text's own, else 'prompt').
+        reference_column: column of the reference (unless given, the embedded text's own, else 'reference').
         hub_config: configuration (subset) of a data set on the hub.
         hub_split: its split.
         instruction: what the model is asked; {prompt} and every column name in braces are filled in.
@@ -102,8 +106,9 @@ def load_examples(config: PromptConfig, split: str | None = None) -> list[Exampl
     """
     if split is not None and split not in config.splits:
         raise ValueError(unknown_name("split", split, config.splits))
-    prompt_column = config.prompt_column or ("question" if config.source == EMBEDDED_GSM8K else "prompt")
-    reference_column = config.reference_column or ("answer" if config.source == EMBEDDED_GSM8K else "reference")
+    own_prompt, own_reference = EMBEDDED_COLUMNS.get(config.source, ("prompt", "reference"))
+    prompt_column = config.prompt_column or own_prompt
+    reference_column = config.reference_column or own_reference
     seen: dict[str, int] = {}
     examples = []
     for number, row in enumerate(islice(_read_rows(config), config.limit), start=1):
@@ -254,8 +259,10 @@ def _read_rows(config: PromptConfig) -> Iterator[Mapping[str, Any]]:
     source = config.source
     if source == EMBEDDED_GSM8K:
         return _read_jsonl(gsm8k())
+    if source == EMBEDDED_HUMANEVAL:
+        return _read_jsonl(humaneval())
     if source.startswith("embedded:"):
-        raise ValueError(unknown_name("source", source, [EMBEDDED_GSM8K]))
+        raise ValueError(unknown_name("source", source, EMBEDDED_COLUMNS))
     path = Path(source)
     reader = FILE_READERS.get(path.suffix.lower())
     if reader is not None:
@@ -269,7 +276,8 @@ def _read_rows(config: PromptConfig) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    read = gzip.open if path.suffix == ".gz" else open
+    with read(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

