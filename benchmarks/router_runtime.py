@@ -10,20 +10,18 @@ runs.
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from speccascade.cascade import Stats, VerifyBlock
-from speccascade.eval.provenance import describe_run
+from speccascade.eval.provenance import describe_machine, describe_run
 from speccascade.router import rules
 from speccascade.router.bundle import save_bundle
 from speccascade.router.config import RouterConfig
@@ -45,9 +43,10 @@ def main() -> None:
     for entry in figures.values():
         entry["ratio_to_torch_eager"] = round(entry["median_us"] / baseline, 3)
     print_table(figures)
+    machine = describe_machine("torch", "onnx", "onnxruntime", "numpy")
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     command = {"command": shlex.join(["python", "benchmarks/router_runtime.py", *sys.argv[1:]])}
-    record = describe_run() | command | describe_machine() | settings | {"figures": figures}
+    record = describe_run() | command | machine | {"threads": 1} | settings | {"figures": figures}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written: {options.out}")
@@ -136,20 +135,6 @@ def print_table(figures: dict[str, dict[str, float]]) -> None:
     for name, entry in figures.items():
         row = f"{entry['median_us']:10.1f} {entry['minimum_us']:11.1f} {entry['ratio_to_torch_eager']:15.2f}"
         print(f"{name:40} {row}")
-
-
-def describe_machine() -> dict[str, object]:
-    libraries = {name: version(name) for name in ("torch", "onnx", "onnxruntime", "numpy")}
-    return {"cpu": cpu_name(), "threads": 1, "python": platform.python_version(), "versions": libraries}
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else "unknown"
 
 
 if __name__ == "__main__":

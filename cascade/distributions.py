@@ -21,11 +21,13 @@ __all__ = [
     "logits_to_probs",
     "one_hot_argmax",
     "residual",
+    "row_slices",
     "total_variation",
 ]
 
 
-_NUCLEUS_FIRST = 512
+_CHUNK = 1 << 18  # elements worked on at once on a CPU
+_NUCLEUS_SIZES = (512, 16_384)  # tokens put in order at first, then if those did not reach
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def logits_to_probs(
         probs.masked_fill_(probs < kth_logit, -math.inf)
     torch.softmax(probs, dim=-1, out=probs)
     if sampling.top_p < 1:
-        _cut_to_nucleus(probs, sampling.top_p)
+        flat = probs.view(-1, probs.shape[-1])
+        for rows in row_slices(flat):
+            _cut_to_nucleus(flat[rows], sampling.top_p)
     if sampling.min_p > 0:
         probs.masked_fill_(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0)
         probs.div_(probs.sum(dim=-1, keepdim=True))
@@ -163,19 +167,29 @@ def check_finite(largest: Float[Tensor, "*batch"], source: str) -> None:
         raise ValueError(f"logits of {source}: expected finite values, got NaN, +inf or only -inf at row {row}")
 
 
-def _cut_to_nucleus(probs: Tensor, top_p: float) -> None:
+def row_slices(flat: Float[Tensor, "N V"]) -> list[slice]:
+    """Cut rows into runs that are worked on at once: few on a CPU, so that they stay in its cache; all elsewhere."""
+    size = max(1, _CHUNK // flat.shape[-1]) if flat.device.type == "cpu" else flat.shape[0]
+    return [slice(start, start + size) for start in range(0, flat.shape[0], size)]
+
+
+def _cut_to_nucleus(flat: Float[Tensor, "N V"], top_p: float) -> None:
     """Keep, in place, the fewest tokens whose mass reaches ``top_p`` and let them sum to one; of equals the lowest ids.
 
-    The largest few hundred reach it almost always; a row where they do not is sorted whole.
+    The largest few hundred reach it almost always; only where they do not are more of them put in order.
     """
-    flat = probs.view(-1, probs.shape[-1])
-    descending = flat.topk(min(_NUCLEUS_FIRST, flat.shape[-1]), dim=-1).values
-    if bool((descending.sum(dim=-1) < top_p).any()):
-        descending = flat.sort(dim=-1, descending=True).values
+    for size in (*_NUCLEUS_SIZES, flat.shape[-1]):
+        descending = flat.topk(min(size, flat.shape[-1]), dim=-1).values
+        if not bool((descending.sum(dim=-1) < top_p).any()):
+            break
     mass_above = descending.cumsum(dim=-1) - descending
     count = (mass_above < top_p).sum(dim=-1, keepdim=True)
     least = descending.gather(-1, count - 1)
-    tied = flat == least
+    flat.masked_fill_(flat < least, 0)
     room = count - (descending > least).sum(dim=-1, keepdim=True)
-    flat.masked_fill_((flat < least) | (tied & (tied.cumsum(dim=-1) > room)), 0)
+    tied = flat == least
+    crowded = (tied.sum(dim=-1, keepdim=True) > room).squeeze(-1)
+    if bool(crowded.any()):
+        surplus = tied[crowded] & (tied[crowded].cumsum(dim=-1) > room[crowded])
+        flat[crowded] = flat[crowded].masked_fill(surplus, 0)
     flat.div_(flat.sum(dim=-1, keepdim=True))

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .distributions import Sampling, check_finite, draw, logits_to_probs
+from .distributions import Sampling, check_finite, draw, logits_to_probs, row_slices
 from .extremes import second_and_argmax
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "join",
 ]
 
-_CHUNK = 1 << 18  # elements worked on at once on a CPU: a few rows, small enough to stay in its cache
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -195,9 +194,9 @@ class FromLogits(Distribution):
     @cached_property
     def maximum(self) -> Float[Tensor, "*batch"]:
         """Largest probability."""
-        parts = (self._flat[rows].float() for rows in _slices(self._flat))
-        sums = [(part - part.amax(dim=-1, keepdim=True)).exp_().sum(dim=-1) for part in parts]
-        return torch.cat(sums).reciprocal_().view(self.shape)
+        if "dense" in vars(self):
+            return self.dense.amax(dim=-1)
+        return torch.cat([probs.amax(dim=-1) for probs, _ in _chunks(self)]).view(self.shape)
 
     @property
     def argmax(self) -> Int[Tensor, "*batch"]:
@@ -234,10 +233,6 @@ class FromLogits(Distribution):
     @cached_property
     def _top(self) -> tuple[Tensor, Tensor]:
         return second_and_argmax(self.logits)
-
-    @property
-    def _flat(self) -> Float[Tensor, "N V"]:
-        return self.logits.reshape(-1, self.logits.shape[-1])
 
 
 class Certain(Distribution):
@@ -362,19 +357,15 @@ Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
 def _chunks(distribution: Distribution) -> Iterator[Chunk]:
     """Successive positions as ``[N, V]``, each with the logits behind them where those are at hand."""
     if isinstance(distribution, FromLogits):
-        for rows in _slices(distribution._flat):
-            yield distribution._flat[rows].float().softmax(dim=-1), distribution._flat[rows]
+        logits = distribution.logits.reshape(-1, distribution.logits.shape[-1])
+        for rows in row_slices(logits):
+            yield logits[rows].float().softmax(dim=-1), logits[rows]
         return
     probs = distribution.dense.reshape(-1, distribution.dense.shape[-1])
     logits = distribution.logits if isinstance(distribution, Whole) else None
     flat = None if logits is None else logits.reshape(probs.shape)
-    for rows in _slices(probs):
+    for rows in row_slices(probs):
         yield probs[rows], None if flat is None else flat[rows]
-
-
-def _slices(flat: Float[Tensor, "N V"]) -> list[slice]:
-    size = max(1, _CHUNK // flat.shape[-1]) if flat.device.type == "cpu" else flat.shape[0]
-    return [slice(start, start + size) for start in range(0, flat.shape[0], size)]
 
 
 def _surprise(true: Float[Tensor, "N V"], of: Float[Tensor, "N V"], logits: Tensor | None) -> Float[Tensor, "N"]:
@@ -388,6 +379,8 @@ def _surprise(true: Float[Tensor, "N V"], of: Float[Tensor, "N V"], logits: Tens
 
 
 def _take(positions: Tensor, places: Int[Tensor, "B"]) -> Tensor:
+    if len(places) == 1:  # a view
+        return positions[:, int(places) : int(places) + 1]
     places = places.to(positions.device)
     return positions[torch.arange(len(places), device=places.device), places].unsqueeze(1)
 

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .blocks import TargetRule, VerifyBlock
+from .distributions import row_slices
 from .forms import Certain, Distribution
 
 __all__ = ["Moved", "Plain", "Switched", "Target", "read_target"]
@@ -81,7 +82,9 @@ class Moved:
         draft = self.block.draft
         if isinstance(draft, Certain):
             return self._replaced_at(draft.argmax).float()
-        return torch.where(self.replaced, draft.dense, 0).sum(dim=-1)
+        probs, replaced = draft.dense.flatten(0, 1), self.replaced.flatten(0, 1)
+        moved = [torch.where(replaced[rows], probs[rows], 0).sum(dim=-1) for rows in row_slices(probs)]
+        return torch.cat(moved).view(draft.shape)
 
     @cached_property
     def deferred(self) -> Bool[Tensor, "B T"]:

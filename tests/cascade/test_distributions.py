@@ -104,3 +104,22 @@ def test_uniforms_of_a_row_do_not_depend_on_its_neighbours() -> None:
     together = draw_uniforms(rows, 4)
     alone = draw_uniforms([torch.Generator().manual_seed(6)], 4)
     assert torch.equal(together[1:2], alone)
+
+
+def sorted_nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The plain form: order every token, keep them until their mass reaches top_p."""
+    descending, order = probs.sort(dim=-1, descending=True, stable=True)
+    kept = descending.masked_fill(descending.cumsum(dim=-1) - descending >= top_p, 0)
+    kept = torch.zeros_like(probs).scatter_(-1, order, kept)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize(("vocab", "scale"), [(7, 2.0), (600, 0.0), (40_000, 5.0), (40_000, 2.0), (40_000, 0.01)])
+def test_the_nucleus_equals_that_of_a_full_sort(vocab: int, scale: float, top_p: float) -> None:
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)) * scale
+    for values in (logits, logits.bfloat16()):  # in bfloat16 many are equal, and the lowest ids are kept
+        expected = sorted_nucleus(logits_to_probs(values), top_p)
+        got = logits_to_probs(values, Sampling(top_p=top_p))
+        assert torch.equal(got > 0, expected > 0)
+        torch.testing.assert_close(got, expected)
