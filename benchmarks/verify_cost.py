@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from speccascade.cascade.blocks import TargetRule, VerifyBlock
+from speccascade.cascade.distribute import distribute
 from speccascade.cascade.distributions import Sampling, draw, logits_to_probs
-from speccascade.cascade.forms import FromLogits, distribute
+from speccascade.cascade.forms import FromLogits
 from speccascade.cascade.targets import read_target
 from speccascade.cascade.verify import judge, verify_block
 from speccascade.eval.provenance import describe_machine, describe_run
@@ -65,8 +66,9 @@ class Step:
         verifier = distribute(self.verifier_logits, self.sampling, "the verifier")
         p = verifier.first(length)
         q = distribute(self.draft_logits, self.sampling, "") if self.sampling.is_greedy else self.draft
-        raw = (q, p) if plain else (FromLogits(self.draft_logits), FromLogits(self.verifier_logits[:, :length]))
-        block = VerifyBlock(q, p, *raw, self.tokens, torch.arange(length)[None])
+        q_raw = q if plain else FromLogits(self.draft_logits)
+        p_raw = p if plain else FromLogits(self.verifier_logits[:, :length])
+        block = VerifyBlock(q, q_raw, p, p_raw, self.tokens, torch.arange(length)[None])
         ends = torch.tensor([length])
         _, excess = judge(read_target(rule, block), q, self.tokens, self.uniforms, ends)
         if excess is None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from .distribute import join
 from .drafters import Drafter
-from .forms import Distribution, distance, join
+from .forms import Distribution, distance
 from .models import CausalLM
 from .pair import PairLoop, PairState, tokens_of
 from .requests import Request, Row

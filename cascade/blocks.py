@@ -23,16 +23,16 @@ class VerifyBlock:
 
     Args:
         draft: q at ``[B, T]`` positions, as sampled from.
-        verifier: p, processed in the same way.
         draft_raw: q° at temperature 1 with nothing cut off.
-        verifier_raw: p°, likewise.
+        verifier: p, processed in the same way as q.
+        verifier_raw: p°.
         tokens: the drafted tokens ``[B, T]``.
         positions: their places in the sequence ``[B, T]``, counted from 0, prompt included.
     """
 
     draft: Distribution
-    verifier: Distribution
     draft_raw: Distribution
+    verifier: Distribution
     verifier_raw: Distribution
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]

@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .distribute import distribute, join
 from .distributions import Sampling
-from .forms import Distribution, FromLogits, distribute, join
+from .forms import Distribution, FromLogits
 from .models import CausalLM, PrefixState
 from .pace import Pacer
 from .processing import process_logits

@@ -147,18 +147,23 @@ class SpeculativeCascade(PairLoop):
         device, length = self.verifier.device, draft.tokens.shape[1]
         drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
         verifier, verifier_raw = score(self.verifier, verify_state, drafted, sampling, length + 1)
-        drafter, drafter_raw = _each((draft.law, draft.raw), lambda side: side.to(device))
+        q, q_raw = _each(draft.law, draft.raw, lambda side: side.to(device))
+        p, p_raw = _each(verifier, verifier_raw, lambda side: side.first(length))
         starts = torch.tensor([[len(row)] for row in rows], device=device)
         block = VerifyBlock(
-            *_each((drafter, verifier, drafter_raw, verifier_raw), lambda side: side.first(length)),
+            *_each(q, q_raw, lambda side: side.first(length)),
+            p,
+            p_raw,
             tokens=draft.tokens.to(device),
             positions=starts + torch.arange(length, device=device),
         )
-        if drafter.shape[1] == length:
-            drafter, drafter_raw = verifier, verifier_raw
         ends = torch.tensor(draft.lengths or [length] * len(rows), device=device)
-        behind = _each((drafter, verifier, drafter_raw, verifier_raw), lambda side: side.pick(ends))
-        after = VerifyBlock(*behind, tokens=behind[0].argmax, positions=starts + ends.unsqueeze(1))
+        p, p_raw = _each(verifier, verifier_raw, lambda side: side.pick(ends))
+        if q.shape[1] > length:
+            q, q_raw = _each(q, q_raw, lambda side: side.pick(ends))
+        else:
+            q, q_raw = p, p_raw
+        after = VerifyBlock(q, q_raw, p, p_raw, torch.zeros_like(starts), positions=starts + ends.unsqueeze(1))
         return block, after
 
     def _draw_last(
@@ -227,9 +232,11 @@ class CascadeSession:
                 confidences[index] += confidence[index, : len(tokens)]
         starts = [len(row) for row in request.rows]
         drafted = [row[start : start + request.length] for row, start in zip(rows, starts, strict=True)]
-        law = Whole(torch.stack([torch.stack(law[:wanted]) for law in laws]))
-        raw = law if request.sampling.is_plain else Whole(torch.stack([torch.stack(c[:wanted]) for c in confidences]))
-        return Draft(torch.tensor(drafted, device=law.device), law, raw, calls)
+        emitted = Whole(torch.stack([torch.stack(steps[:wanted]) for steps in laws]))
+        raw = emitted
+        if not request.sampling.is_plain:
+            raw = Whole(torch.stack([torch.stack(steps[:wanted]) for steps in confidences]))
+        return Draft(torch.tensor(drafted, device=emitted.device), emitted, raw, calls)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
@@ -260,10 +267,12 @@ class CascadeSession:
         return torch.cat([emission_law(target, block.draft_probs), self._cascade.bonus_law(after).dense], dim=1)
 
 
-def _each(sides: Sequence[Distribution], view: Callable[[Distribution], Distribution]) -> list[Distribution]:
-    """View each side; sides that are one and the same stay so, and nothing is computed twice."""
-    views = {id(side): view(side) for side in sides}
-    return [views[id(side)] for side in sides]
+def _each(
+    law: Distribution, raw: Distribution, view: Callable[[Distribution], Distribution]
+) -> tuple[Distribution, Distribution]:
+    """View both sides of one model; where they are one and the same they stay so, and nothing is computed twice."""
+    viewed = view(law)
+    return viewed, viewed if raw is law else view(raw)
 
 
 def _block_entries(round_: Round, with_tv: bool) -> list[list[LedgerEntry]]:

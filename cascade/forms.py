@@ -9,14 +9,14 @@ Shapes: ``*batch`` any leading axes (``[B, T]`` in the engine), ``V`` token.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .distributions import Sampling, check_finite, draw, logits_to_probs, row_slices
+from .distributions import draw, logits_to_probs, row_slices
 from .extremes import second_and_argmax
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "as_distribution",
     "cross_entropy",
     "distance",
-    "distribute",
-    "join",
 ]
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -87,6 +85,19 @@ class Distribution(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> "Distribution":
         """Return it on a device."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.dense.shape[-1]
+
+    def over(self, bar: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch V"]:
+        """Return how far each probability lies above a bar, as a table of its own."""
+        return self.dense - bar
+
+    def over_peak(self, share: float = 1.0, slack: float = 0.0) -> Float[Tensor, "*batch V"]:
+        """Return how far each probability lies above ``share`` of the largest less ``slack``, likewise."""
+        return self.over((share * self.maximum - slack).unsqueeze(-1))
 
     def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Return one position of each row of a ``[B, T]`` distribution, whole."""
@@ -186,10 +197,24 @@ class FromLogits(Distribution):
         """Where it lies."""
         return self.logits.device
 
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.logits.shape[-1]
+
     @cached_property
     def dense(self) -> Float[Tensor, "*batch V"]:
         """Every probability, float32."""
         return logits_to_probs(self.logits)
+
+    def over(self, bar: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch V"]:
+        """Return how far each probability lies above a bar, as a table of its own; no other is kept."""
+        return logits_to_probs(self.logits).sub_(bar)
+
+    def over_peak(self, share: float = 1.0, slack: float = 0.0) -> Float[Tensor, "*batch V"]:
+        """Return how far each probability lies above ``share`` of the largest less ``slack``, likewise."""
+        probs = logits_to_probs(self.logits)
+        return probs.sub_(share * probs.amax(dim=-1, keepdim=True) - slack)
 
     @cached_property
     def maximum(self) -> Float[Tensor, "*batch"]:
@@ -244,7 +269,12 @@ class Certain(Distribution):
     """
 
     def __init__(self, tokens: Int[Tensor, "*batch"], vocab_size: int) -> None:
-        self._tokens, self.vocab_size = tokens, vocab_size
+        self._tokens, self._vocab_size = tokens, vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._vocab_size
 
     @property
     def shape(self) -> torch.Size:
@@ -302,36 +332,9 @@ class Certain(Distribution):
         return Certain(self._tokens.to(device), self.vocab_size)
 
 
-def distribute(logits: Float[Tensor, "*batch V"], sampling: Sampling, source: str) -> Distribution:
-    """Turn logits into the distribution that is sampled from, in its cheapest form.
-
-    Raises:
-        ValueError: logits that are not finite; the message names ``source`` and the row.
-    """
-    if sampling.is_greedy:
-        tokens = second_and_argmax(logits)[1]
-        check_finite(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), source)
-        return Certain(tokens, logits.shape[-1])
-    return Whole(logits_to_probs(logits, sampling, source), logits if sampling.is_plain else None)
-
-
 def as_distribution(probs: Tensor | Distribution) -> Distribution:
     """Hold a table of probabilities as a distribution; pass anything else on."""
     return Whole(probs) if isinstance(probs, Tensor) else probs
-
-
-def join(parts: Sequence[Distribution]) -> Distribution:
-    """Put successive positions ``[B, t]`` of one form together."""
-    if len(parts) == 1:
-        return parts[0]
-    certain = [part for part in parts if isinstance(part, Certain)]
-    if len(certain) == len(parts):
-        return Certain(torch.cat([part.argmax for part in certain], dim=1), certain[0].vocab_size)
-    logits = [part.logits for part in parts if isinstance(part, Whole | FromLogits) and part.logits is not None]
-    joined = torch.cat(logits, dim=1) if len(logits) == len(parts) else None
-    if joined is not None and all(isinstance(part, FromLogits) for part in parts):
-        return FromLogits(joined)
-    return Whole(torch.cat([part.dense for part in parts], dim=1), joined)
 
 
 def distance(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
@@ -362,8 +365,8 @@ def _chunks(distribution: Distribution) -> Iterator[Chunk]:
             yield logits[rows].float().softmax(dim=-1), logits[rows]
         return
     probs = distribution.dense.reshape(-1, distribution.dense.shape[-1])
-    logits = distribution.logits if isinstance(distribution, Whole) else None
-    flat = None if logits is None else logits.reshape(probs.shape)
+    behind = distribution.logits if isinstance(distribution, Whole) else None
+    flat = None if behind is None else behind.reshape(probs.shape)
     for rows in row_slices(probs):
         yield probs[rows], None if flat is None else flat[rows]
 

@@ -53,8 +53,10 @@ def pack_weights(model: PreTrainedModel) -> PreTrainedModel:
         got = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ValueError(f"model: expected bfloat16 weights on a CPU whose oneDNN kernels take bfloat16, got {got}")
     with torch.inference_mode():
-        packed: PreTrainedModel = _view(model, {})
-    return packed.eval()
+        packed = _view(model, {})
+    assert isinstance(packed, PreTrainedModel)
+    packed.eval()
+    return packed
 
 
 def _view(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .adapters import as_drafter, as_language_model, check_decoder_start, vocabulary_of
+from .distribute import distribute
 from .distributions import Sampling
 from .drafters import Draft, Drafter, DraftRequest, DraftState, pad_unread
-from .forms import Distribution, FromLogits, distribute
+from .forms import Distribution, FromLogits
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState
 from .processing import process_logits

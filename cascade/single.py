@@ -6,9 +6,9 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from .adapters import as_language_model
+from .distribute import distribute
 from .distributions import draw_uniforms
 from .drafters import pad_unread
-from .forms import distribute
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState, vocab_rows
 from .processing import process_logits

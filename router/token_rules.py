@@ -27,9 +27,13 @@ __all__ = ["Ensemble", "Greedyward", "TokenV1", "TokenV2", "TokenV3", "TopK", "T
 class TokenRule:
     """What the token rules share: from the replaced set r to the target."""
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
-        """Decide for each token v whether the drafter's mass there goes to the verifier (r(v) = 1)."""
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Return how far each token lies above the rule's bar; below zero its mass goes to the verifier (r(v) = 1)."""
         raise AssertionError(f"{type(self).__name__} must decide")
+
+    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+        """Return r: whether the drafter's mass at each token goes to the verifier."""
+        return self.margin(block) < 0
 
     def replacement(self, block: VerifyBlock) -> Distribution:
         """Return the distribution that the replaced mass follows: p, at the rule's own temperature."""
@@ -41,7 +45,7 @@ class TokenRule:
 
     def decide(self, block: VerifyBlock) -> Moved:
         """Return π as verification reads it."""
-        return Moved(block, self.replaced(block), self.replacement(block))
+        return Moved(block, self.margin(block), self.replacement(block))
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""
@@ -60,9 +64,12 @@ class TokenV1(TokenRule):
         check_dial(self, -1, 1)
         check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
-        return _draft(block, self.confidence) < _peak(block, self.confidence) - self.alpha
+        draft, verifier = (
+            (block.draft_raw, block.verifier_raw) if self.confidence == "raw" else (block.draft, block.verifier)
+        )
+        return draft.over((verifier.maximum - self.alpha).unsqueeze(-1))
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,9 @@ class TokenV2(TokenRule):
         check_dial(self, -1, 1)
         check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
-        return _verifier(block, self.confidence) < _peak(block, self.confidence) - self.alpha
+        return _verifier(block, self.confidence).over_peak(slack=self.alpha)
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,9 @@ class TokenV3(TokenRule):
         check_dial(self, -1, 1)
         check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than a fraction of its best."""
-        return _verifier(block, self.confidence) < (1 - self.alpha) * _peak(block, self.confidence)
+        return _verifier(block, self.confidence).over_peak(share=1 - self.alpha)
 
 
 @dataclass(frozen=True)
@@ -116,14 +123,14 @@ class Greedyward(TokenRule):
     def __post_init__(self) -> None:
         check_dial(self, 0, 1)
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
-        return _verifier(block, self.confidence) < _peak(block, self.confidence) - self.alpha
+        return _verifier(block, self.confidence).over_peak(slack=self.alpha)
 
     def replacement(self, block: VerifyBlock) -> Distribution:
         """Return the one-hot distribution at the verifier's argmax."""
-        verifier = block.verifier_raw if self.confidence == "raw" else block.verifier
-        return Certain(verifier.argmax, block.verifier_probs.shape[-1])
+        verifier = _verifier(block, self.confidence)
+        return Certain(verifier.argmax, verifier.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -137,10 +144,11 @@ class Typical(TokenRule):
         check_range("epsilon", self.epsilon, 0, 1)
         check_range("delta", self.delta, 0, float("inf"))
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that are untypical for the verifier."""
         typical = (self.delta * (-block.stats.verifier_entropy).exp()).clamp_max(self.epsilon)
-        return block.verifier_confidence <= typical.unsqueeze(-1)
+        just_above = torch.nextafter(typical, torch.ones_like(typical))  # replaced too is what lies at the bar itself
+        return block.verifier_raw.over(just_above.unsqueeze(-1))
 
 
 @dataclass(frozen=True)
@@ -154,11 +162,11 @@ class TopK(TokenRule):
         if self.k != int(self.k):
             raise ValueError(f"k: expected an integer, got {self.k!r}")
 
-    def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens outside the verifier's top k."""
         verifier = block.verifier_confidence
         top = verifier.topk(min(int(self.k), verifier.shape[-1]), dim=-1).indices
-        return torch.ones_like(verifier, dtype=torch.bool).scatter(-1, top, False)
+        return torch.full_like(verifier, -1.0).scatter_(-1, top, 0.0)
 
 
 @dataclass(frozen=True)
@@ -179,16 +187,8 @@ class Ensemble:
         return block.draft_probs + self.weight * (block.verifier_probs - block.draft_probs)
 
 
-def _draft(block: VerifyBlock, view: View) -> Tensor:
-    return block.draft_confidence if view == "raw" else block.draft_probs
-
-
-def _verifier(block: VerifyBlock, view: View) -> Tensor:
-    return block.verifier_confidence if view == "raw" else block.verifier_probs
-
-
-def _peak(block: VerifyBlock, view: View) -> Tensor:
-    return (block.verifier_raw if view == "raw" else block.verifier).maximum.unsqueeze(-1)
+def _verifier(block: VerifyBlock, view: View) -> Distribution:
+    return block.verifier_raw if view == "raw" else block.verifier
 
 
 def _temper(distribution: Distribution, temperature: float) -> Distribution:
@@ -196,5 +196,5 @@ def _temper(distribution: Distribution, temperature: float) -> Distribution:
     if temperature == 1 or isinstance(distribution, Certain):
         return distribution
     if temperature == 0:
-        return Certain(distribution.argmax, distribution.dense.shape[-1])
+        return Certain(distribution.argmax, distribution.vocab_size)
     return Whole((distribution.dense.log() / temperature).softmax(dim=-1))

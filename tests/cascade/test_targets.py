@@ -8,7 +8,8 @@ import torch
 from speccascade import rules
 from speccascade.cascade import Sampling, VerifyBlock, logits_to_probs
 from speccascade.cascade.blocks import TargetRule
-from speccascade.cascade.forms import Certain, FromLogits, Whole, distribute
+from speccascade.cascade.distribute import distribute
+from speccascade.cascade.forms import Certain, FromLogits, Whole
 from speccascade.cascade.targets import Plain, read_target
 from speccascade.cascade.verify import judge, verify_block
 
@@ -39,9 +40,9 @@ def build_block(sampling: Sampling, seed: int = 0) -> VerifyBlock:
     verifier = torch.randn(B, T, V, generator=generator) * 2
     draft = verifier + torch.randn(B, T, V, generator=generator)
     q, p = distribute(draft, sampling, "q"), distribute(verifier, sampling, "p")
-    raw = (q, p) if sampling.is_plain else (FromLogits(draft), FromLogits(verifier))
+    q_raw, p_raw = (q, p) if sampling.is_plain else (FromLogits(draft), FromLogits(verifier))
     uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
-    return VerifyBlock(q, p, *raw, tokens=q.sample(uniforms), positions=torch.arange(T).expand(B, T))
+    return VerifyBlock(q, q_raw, p, p_raw, tokens=q.sample(uniforms), positions=torch.arange(T).expand(B, T))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
