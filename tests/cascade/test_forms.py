@@ -4,17 +4,9 @@ import pytest
 import torch
 
 from speccascade.cascade import Sampling, logits_to_probs
+from speccascade.cascade.distribute import distribute, join
 from speccascade.cascade.extremes import plain_second_and_argmax, second_and_argmax
-from speccascade.cascade.forms import (
-    Certain,
-    Distribution,
-    FromLogits,
-    Whole,
-    cross_entropy,
-    distance,
-    distribute,
-    join,
-)
+from speccascade.cascade.forms import Certain, Distribution, FromLogits, Whole, cross_entropy, distance
 
 B, T = 3, 4
 
