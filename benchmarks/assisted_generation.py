@@ -15,6 +15,9 @@ hook, the reading of the prompt included. transformers is measured
 * with the confidence threshold 0, so that it too drafts γ tokens;
 * and each of them with temperature and top-p applied once, by a patch in this file.
 
+In bfloat16 this package is also measured with packed weights (`speccascade.cascade.packing`), and so is transformers:
+packing is a change to the model, and whoever packs it speeds both up.
+
 This package leaves the padding rows of the head out of the vocabulary; transformers does not. A machine that is busy
 otherwise slows all methods, but not evenly: compare ratios within a run.
 """
@@ -39,6 +42,7 @@ from router_runtime import cpu_name
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from speccascade.cascade import SingleModel, SpeculativeCascade
+from speccascade.cascade.packing import PackedLinear, pack_linears
 from speccascade.data.pairs import Pair, PairConfig, load_pair
 from speccascade.data.prompts import PromptConfig, encode_prompt, end_token_ids, load_examples
 from speccascade.eval.provenance import describe_run
@@ -48,7 +52,7 @@ SOURCES = {
     "humaneval": PromptConfig("embedded:humaneval", instruction="Complete this Python function:\n\n{prompt}"),
     "gsm8k": PromptConfig("embedded:gsm8k"),
 }
-OURS, HF = "speccascade", "transformers"
+OURS, HF, PACKED = "speccascade", "transformers", ", packed"
 WARPERS = (transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper, transformers.TopPLogitsWarper)
 
 
@@ -105,6 +109,9 @@ def main() -> None:
     pair = load_pair(PairConfig(options.drafter, options.verifier, options.dtype, "cpu"))
     prompts = read_prompts(pair, options.prompts)
     methods = build_methods(pair, options)
+    if options.methods:
+        kept = options.methods.split(";")
+        methods = {name: method for name, method in methods.items() if name == OURS or name in kept}
     runs = measure(pair, prompts, methods, options)
     figures = summarise(runs)
     print_table(figures)
@@ -123,12 +130,13 @@ def parse_options() -> argparse.Namespace:
     tuned = "runs/demo/drafter" if Path("runs/demo/drafter").is_dir() else "early-exit:22"
     parser.add_argument("--drafter", default=tuned, help="default: runs/demo/drafter if made, else early-exit:22")
     parser.add_argument("--verifier", default="embedded:smollm2-135m-instruct")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of each kind (default: 2)")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts of each kind (default: 1)")
     parser.add_argument("--new-tokens", type=int, default=32, help="at most so many a prompt (default: 32)")
     parser.add_argument("--gamma", type=int, default=5, help="tokens drafted a round (default: 5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--settings", default="greedy,T=1,T=0.5:top_p=0.9", help="separated by commas")
+    parser.add_argument("--methods", default="", help="only these beside this package, separated by semicolons")
     parser.add_argument("--repeats", type=int, default=2, help="rounds over all prompts (default: 2)")
     parser.add_argument("--quick", action="store_true", help="greedy, one prompt of each kind, 16 tokens, once")
     default = Path(__file__).parent / "results" / "assisted_generation.json"
@@ -186,7 +194,7 @@ def build_methods(pair: Pair, options: argparse.Namespace) -> dict[str, Generate
     cascade = SpeculativeCascade(
         pair.drafter, pair.verifier, rules.SpecDecode(), options.gamma, vocab_size=pair.vocab_size
     )
-    return {
+    methods = {
         OURS: ours(cascade),
         f"{HF}, as shipped": hf(),
         f"{HF}, threshold 0": hf(threshold=0.0),
@@ -195,6 +203,38 @@ def build_methods(pair: Pair, options: argparse.Namespace) -> dict[str, Generate
         f"verifier alone, {OURS}": ours(SingleModel(pair.verifier, vocab_size=pair.vocab_size)),
         f"verifier alone, {HF}": hf(assisted=False),
     }
+    swaps = pack_aside(pair)
+    if swaps:
+        for name in (OURS, f"{HF}, threshold 0, warpers once", f"verifier alone, {OURS}"):
+            methods[f"{name}{PACKED}"] = with_packed(methods[name], swaps)
+    return methods
+
+
+def pack_aside(pair: Pair) -> list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]]:
+    """Pack both models and take the packed layers out again: parent, name, plain layer, packed layer of each."""
+    models = (pair.drafter, pair.verifier)
+    children = [(parent, *child) for model in models for parent in model.modules() for child in parent.named_children()]
+    pack_linears(*models)
+    swaps = [(parent, name, plain, getattr(parent, name)) for parent, name, plain in children]
+    swaps = [swap for swap in swaps if isinstance(swap[3], PackedLinear)]
+    for parent, name, plain, _ in swaps:
+        setattr(parent, name, plain)
+    return swaps
+
+
+def with_packed(
+    method: Generate, swaps: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]]
+) -> Generate:
+    def generate(ids: torch.Tensor, setting: Setting, seed: int) -> list[int]:
+        for parent, name, _, packed in swaps:
+            setattr(parent, name, packed)
+        try:
+            return method(ids, setting, seed)
+        finally:
+            for parent, name, plain, _ in swaps:
+                setattr(parent, name, plain)
+
+    return generate
 
 
 def sampling_of(setting: Setting) -> dict[str, object]:
@@ -239,6 +279,7 @@ def measure(
         method(next(iter(prompts.values())), settings[0], 0)
     runs = list[Run]()
     references: dict[str, list[int]] = {}
+    alone = SingleModel(pair.verifier, vocab_size=pair.vocab_size)
     with count_calls(pair.verifier) as calls:
         for done, (repeat, setting, prompt, method) in enumerate(plan, start=1):
             calls.clear()
@@ -248,7 +289,8 @@ def measure(
             counted, agrees = len(calls), None
             if setting.temperature == 0:
                 if prompt not in references:
-                    references[prompt] = methods[f"verifier alone, {OURS}"](prompts[prompt], setting, repeat)
+                    written = alone.generate(prompts[prompt], max_new_tokens=options.new_tokens).sequences
+                    references[prompt] = written[0, prompts[prompt].shape[1] :].tolist()
                 agrees = common_prefix(tokens, references[prompt])
             runs.append(Run(str(setting), repeat, prompt, method, len(tokens), counted, seconds, agrees))
             print(
@@ -267,7 +309,7 @@ def common_prefix(tokens: list[int], reference: list[int]) -> int:
 
 def applicable(methods: dict[str, Generate], setting: Setting) -> list[str]:
     """Methods that differ under a setting: without warpers there is nothing to apply twice."""
-    return [name for name in methods if setting.warps or "warpers once" not in name]
+    return [name for name in methods if setting.warps or PACKED in name or "warpers once" not in name]
 
 
 def turned(names: list[str], by: int) -> list[str]:
@@ -299,6 +341,7 @@ def summarise(runs: list[Run]) -> dict[str, dict[str, dict[str, float]]]:
             "fastest": round(max(speeds), 3),
             "tokens_per_verifier_call": round(sum(t for t, _, _ in mine) / sum(calls for _, calls, _ in mine), 3),
             "seconds": round(statistics.median(s for _, _, s in mine), 2),
+            "seconds_per_verifier_call": round(sum(s for _, _, s in mine) / sum(calls for _, calls, _ in mine), 4),
             "ours_over_this": round(statistics.median(ratios), 3),
             "ours_over_this_least": round(min(ratios), 3),
             "ours_over_this_most": round(max(ratios), 3),
@@ -322,11 +365,13 @@ def totals(runs: list[Run], setting: str, method: str) -> list[tuple[int, int, f
 
 def print_table(figures: dict[str, dict[str, dict[str, float]]]) -> None:
     for setting, methods in figures.items():
-        print(f"\n{setting:45} {'tokens/s':>9} {'(spread)':>15} {'a call':>7} {'seconds':>8} {'ours ÷ this':>12}")
+        columns = f"{'(spread)':>15} {'a call':>7} {'s a call':>9} {'seconds':>8} {'ours ÷ this':>12}"
+        print(f"\n{setting:49} {'tokens/s':>9} {columns}")
         for method, entry in methods.items():
             spread = f"{entry['slowest']:.2f}–{entry['fastest']:.2f}"
             row = f"{entry['tokens_per_second']:9.2f} {spread:>15} {entry['tokens_per_verifier_call']:7.2f}"
-            print(f"  {method:43} {row} {entry['seconds']:8.2f} {entry['ours_over_this']:12.2f}")
+            row += f" {entry['seconds_per_verifier_call']:9.3f}"
+            print(f"  {method:47} {row} {entry['seconds']:8.2f} {entry['ours_over_this']:12.2f}")
 
 
 def describe_machine() -> dict[str, object]:
