@@ -15,6 +15,9 @@ hook, the reading of the prompt included. transformers is measured
 * with the confidence threshold 0, so that it too drafts γ tokens;
 * and each of them with temperature and top-p applied once, by a patch in this file.
 
+In bfloat16 both are also measured with packed weights (`speccascade.cascade.pack_weights`): packing is a change to the
+model, and whoever packs it speeds both up.
+
 This package leaves the padding rows of the head out of the vocabulary; transformers does not. A machine that is busy
 otherwise slows all methods, but not evenly: compare ratios within a run.
 """
@@ -22,7 +25,6 @@ otherwise slows all methods, but not evenly: compare ratios within a run.
 import argparse
 import copy
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -30,25 +32,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import transformers
-from router_runtime import cpu_name
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from speccascade.cascade import SingleModel, SpeculativeCascade
+from speccascade.cascade.packing import can_pack, pack_weights
 from speccascade.data.pairs import Pair, PairConfig, load_pair
 from speccascade.data.prompts import PromptConfig, encode_prompt, end_token_ids, load_examples
-from speccascade.eval.provenance import describe_run
+from speccascade.eval.provenance import describe_machine, describe_run
 from speccascade.router import rules
 
 SOURCES = {
     "humaneval": PromptConfig("embedded:humaneval", instruction="Complete this Python function:\n\n{prompt}"),
     "gsm8k": PromptConfig("embedded:gsm8k"),
 }
-OURS, HF = "speccascade", "transformers"
+OURS, HF, PACKED = "speccascade", "transformers", ", packed"
 WARPERS = (transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper, transformers.TopPLogitsWarper)
 
 
@@ -104,14 +105,17 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     pair = load_pair(PairConfig(options.drafter, options.verifier, options.dtype, "cpu"))
     prompts = read_prompts(pair, options.prompts)
-    methods = build_methods(pair, options)
-    runs = measure(pair, prompts, methods, options)
+    models = prepare_models(pair)
+    methods = build_methods(pair, models, options)
+    runs = measure(pair, models, prompts, methods, options)
     figures = summarise(runs)
     print_table(figures)
     command = {"command": shlex.join(["python", "benchmarks/assisted_generation.py", *sys.argv[1:]])}
     settings = {name: value for name, value in vars(options).items() if name != "out"}
+    # With scikit-learn transformers adapts its confidence threshold.
+    machine = describe_machine("torch", "transformers", "scikit-learn")
     details = {"dtypes": [str(pair.drafter.dtype), str(pair.verifier.dtype)], "identity": asdict(pair.identity)}
-    record = describe_run() | command | describe_machine() | settings | details
+    record = describe_run() | command | machine | settings | details
     record |= {"figures": figures, "runs": [asdict(run) for run in runs]}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=2, default=str) + "\n")
@@ -123,12 +127,13 @@ def parse_options() -> argparse.Namespace:
     tuned = "runs/demo/drafter" if Path("runs/demo/drafter").is_dir() else "early-exit:22"
     parser.add_argument("--drafter", default=tuned, help="default: runs/demo/drafter if made, else early-exit:22")
     parser.add_argument("--verifier", default="embedded:smollm2-135m-instruct")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of each kind (default: 2)")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts of each kind (default: 1)")
     parser.add_argument("--new-tokens", type=int, default=32, help="at most so many a prompt (default: 32)")
     parser.add_argument("--gamma", type=int, default=5, help="tokens drafted a round (default: 5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--settings", default="greedy,T=1,T=0.5:top_p=0.9", help="separated by commas")
+    parser.add_argument("--methods", default="", help="only these, separated by semicolons (default: all)")
     parser.add_argument("--repeats", type=int, default=2, help="rounds over all prompts (default: 2)")
     parser.add_argument("--quick", action="store_true", help="greedy, one prompt of each kind, 16 tokens, once")
     default = Path(__file__).parent / "results" / "assisted_generation.json"
@@ -152,11 +157,27 @@ def read_prompts(pair: Pair, count: int) -> dict[str, torch.Tensor]:
     return prompts
 
 
-def build_methods(pair: Pair, options: argparse.Namespace) -> dict[str, Generate]:
-    ends = end_token_ids(pair.tokenizer, SOURCES["gsm8k"], pair.verifier)
-    limits = {"max_new_tokens": options.new_tokens, "eos_token_id": ends}
+@dataclass(frozen=True)
+class Models:
+    """A drafter and a verifier, plain or with packed weights."""
+
+    drafter: transformers.PreTrainedModel
+    verifier: transformers.PreTrainedModel
+
+
+def prepare_models(pair: Pair) -> dict[str, Models]:
+    """The pair as it was loaded and, where this processor has such kernels, a packed view of it."""
     # Its own copy: an early exit shares the verifier's, and the two must not be set together.
     pair.drafter.generation_config = copy.deepcopy(pair.drafter.generation_config)
+    models = {"": Models(pair.drafter, pair.verifier)}
+    if can_pack(pair.drafter) and can_pack(pair.verifier):
+        models[PACKED] = Models(pack_weights(pair.drafter), pack_weights(pair.verifier))
+    return models
+
+
+def build_methods(pair: Pair, models: dict[str, Models], options: argparse.Namespace) -> dict[str, Generate]:
+    ends = end_token_ids(pair.tokenizer, SOURCES["gsm8k"], pair.verifier)
+    limits = {"max_new_tokens": options.new_tokens, "eos_token_id": ends}
 
     def ours(generator: SpeculativeCascade | SingleModel) -> Generate:
         def generate(ids: torch.Tensor, setting: Setting, seed: int) -> list[int]:
@@ -165,36 +186,42 @@ def build_methods(pair: Pair, options: argparse.Namespace) -> dict[str, Generate
 
         return generate
 
-    def hf(threshold: float | None = None, once: bool = False, assisted: bool = True) -> Generate:
+    def hf(run: Models, threshold: float | None = None, once: bool = False, assisted: bool = True) -> Generate:
         def generate(ids: torch.Tensor, setting: Setting, seed: int) -> list[int]:
             torch.manual_seed(seed)
-            drafting = pair.drafter.generation_config
+            drafting = run.drafter.generation_config
             drafting.num_assistant_tokens, drafting.num_assistant_tokens_schedule = options.gamma, "constant"
             drafting.assistant_confidence_threshold = threshold
             config = transformers.GenerationConfig(**limits, **sampling_of(setting), pad_token_id=ends[0])
             with warpers_once(once):
-                sequences = pair.verifier.generate(
+                sequences = run.verifier.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     generation_config=config,
-                    assistant_model=pair.drafter if assisted else None,
+                    assistant_model=run.drafter if assisted else None,
                 )
             return sequences[0, ids.shape[1] :].tolist()
 
         return generate
 
-    cascade = SpeculativeCascade(
-        pair.drafter, pair.verifier, rules.SpecDecode(), options.gamma, vocab_size=pair.vocab_size
-    )
-    return {
-        OURS: ours(cascade),
-        f"{HF}, as shipped": hf(),
-        f"{HF}, threshold 0": hf(threshold=0.0),
-        f"{HF}, warpers once": hf(once=True),
-        f"{HF}, threshold 0, warpers once": hf(threshold=0.0, once=True),
-        f"verifier alone, {OURS}": ours(SingleModel(pair.verifier, vocab_size=pair.vocab_size)),
-        f"verifier alone, {HF}": hf(assisted=False),
-    }
+    methods = dict[str, Generate]()
+    for mark, run in models.items():
+        cascade = SpeculativeCascade(
+            run.drafter, run.verifier, rules.SpecDecode(), options.gamma, vocab_size=pair.vocab_size
+        )
+        methods |= {
+            f"{OURS}{mark}": ours(cascade),
+            f"{HF}, as shipped{mark}": hf(run),
+            f"{HF}, threshold 0{mark}": hf(run, threshold=0.0),
+            f"{HF}, threshold 0, warpers once{mark}": hf(run, threshold=0.0, once=True),
+            f"verifier alone, {OURS}{mark}": ours(SingleModel(run.verifier, vocab_size=pair.vocab_size)),
+            f"verifier alone, {HF}{mark}": hf(run, assisted=False),
+        }
+    wanted = [name.strip() for name in options.methods.split(";")] if options.methods else list(methods)
+    unknown = [name for name in wanted if name not in methods]
+    if unknown:
+        raise SystemExit(f"--methods: expected some of {'; '.join(methods)}; got {unknown[0]!r}")
+    return {name: methods[name] for name in wanted}
 
 
 def sampling_of(setting: Setting) -> dict[str, object]:
@@ -225,7 +252,11 @@ def warpers_once(wanted: bool) -> Iterator[None]:
 
 
 def measure(
-    pair: Pair, prompts: dict[str, torch.Tensor], methods: dict[str, Generate], options: argparse.Namespace
+    pair: Pair,
+    models: dict[str, Models],
+    prompts: dict[str, torch.Tensor],
+    methods: dict[str, Generate],
+    options: argparse.Namespace,
 ) -> list[Run]:
     settings = [Setting.parse(text) for text in options.settings.split(",")]
     plan = [
@@ -239,7 +270,8 @@ def measure(
         method(next(iter(prompts.values())), settings[0], 0)
     runs = list[Run]()
     references: dict[str, list[int]] = {}
-    with count_calls(pair.verifier) as calls:
+    alone = SingleModel(pair.verifier, vocab_size=pair.vocab_size)
+    with count_calls([run.verifier for run in models.values()]) as calls:
         for done, (repeat, setting, prompt, method) in enumerate(plan, start=1):
             calls.clear()
             started = time.perf_counter()
@@ -248,7 +280,8 @@ def measure(
             counted, agrees = len(calls), None
             if setting.temperature == 0:
                 if prompt not in references:
-                    references[prompt] = methods[f"verifier alone, {OURS}"](prompts[prompt], setting, repeat)
+                    written = alone.generate(prompts[prompt], max_new_tokens=options.new_tokens).sequences
+                    references[prompt] = written[0, prompts[prompt].shape[1] :].tolist()
                 agrees = common_prefix(tokens, references[prompt])
             runs.append(Run(str(setting), repeat, prompt, method, len(tokens), counted, seconds, agrees))
             print(
@@ -276,14 +309,20 @@ def turned(names: list[str], by: int) -> list[str]:
 
 
 @contextmanager
-def count_calls(model: torch.nn.Module) -> Iterator[list[int]]:
-    """Collect one item for each forward pass of this model (not of an early exit that shares its hooks)."""
+def count_calls(models: list[transformers.PreTrainedModel]) -> Iterator[list[int]]:
+    """Collect one item for each forward pass of these models (not of an early exit that shares a hook)."""
     calls = list[int]()
-    hook = model.register_forward_hook(lambda module, *_: calls.append(1) if module is model else None)
+
+    def count(module: torch.nn.Module, *_: object) -> None:
+        if any(module is model for model in models):
+            calls.append(1)
+
+    hooks = [model.register_forward_hook(count) for model in models]
     try:
         yield calls
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def summarise(runs: list[Run]) -> dict[str, dict[str, dict[str, float]]]:
@@ -292,17 +331,22 @@ def summarise(runs: list[Run]) -> dict[str, dict[str, dict[str, float]]]:
     for setting, method in dict.fromkeys((run.setting, run.method) for run in runs):
         mine = totals(runs, setting, method)
         speeds = [tokens / seconds for tokens, _, seconds in mine]
-        ratios = [(t / s) / speed for (t, _, s), speed in zip(totals(runs, setting, OURS), speeds, strict=True)]
-        figures.setdefault(setting, {})[method] = {
+        calls = sum(count for _, count, _ in mine)
+        entry = {
             "tokens_per_second": round(statistics.median(speeds), 3),
             "slowest": round(min(speeds), 3),
             "fastest": round(max(speeds), 3),
-            "tokens_per_verifier_call": round(sum(t for t, _, _ in mine) / sum(calls for _, calls, _ in mine), 3),
-            "seconds": round(statistics.median(s for _, _, s in mine), 2),
-            "ours_over_this": round(statistics.median(ratios), 3),
-            "ours_over_this_least": round(min(ratios), 3),
-            "ours_over_this_most": round(max(ratios), 3),
+            "tokens_per_verifier_call": round(sum(tokens for tokens, _, _ in mine) / calls, 3),
+            "seconds_per_verifier_call": round(sum(seconds for _, _, seconds in mine) / calls, 3),
+            "seconds": round(statistics.median(seconds for _, _, seconds in mine), 2),
         }
+        for name, rival in (("ours", OURS), ("packed", f"{OURS}{PACKED}")):
+            ratios = [(t / s) / speed for (t, _, s), speed in zip(totals(runs, setting, rival), speeds, strict=False)]
+            if ratios:
+                entry[f"{name}_over_this"] = round(statistics.median(ratios), 3)
+                entry[f"{name}_over_this_least"] = round(min(ratios), 3)
+                entry[f"{name}_over_this_most"] = round(max(ratios), 3)
+        figures.setdefault(setting, {})[method] = entry
     return figures
 
 
@@ -322,20 +366,16 @@ def totals(runs: list[Run], setting: str, method: str) -> list[tuple[int, int, f
 
 def print_table(figures: dict[str, dict[str, dict[str, float]]]) -> None:
     for setting, methods in figures.items():
-        print(f"\n{setting:45} {'tokens/s':>9} {'(spread)':>15} {'a call':>7} {'seconds':>8} {'ours ÷ this':>12}")
+        columns = (
+            f"{'(spread)':>15} {'a call':>7} {'s a call':>9} {'seconds':>8} {'ours ÷ this':>12} {'packed ÷ this':>14}"
+        )
+        print(f"\n{setting:49} {'tokens/s':>9} {columns}")
         for method, entry in methods.items():
             spread = f"{entry['slowest']:.2f}–{entry['fastest']:.2f}"
             row = f"{entry['tokens_per_second']:9.2f} {spread:>15} {entry['tokens_per_verifier_call']:7.2f}"
-            print(f"  {method:43} {row} {entry['seconds']:8.2f} {entry['ours_over_this']:12.2f}")
-
-
-def describe_machine() -> dict[str, object]:
-    libraries = {name: version(name) for name in ("torch", "transformers")}
-    try:
-        libraries["scikit-learn"] = version("scikit-learn")  # with it, transformers adapts the confidence threshold
-    except PackageNotFoundError:
-        libraries["scikit-learn"] = "absent"
-    return {"cpu": cpu_name(), "python": platform.python_version(), "versions": libraries}
+            row += f" {entry['seconds_per_verifier_call']:9.3f} {entry['seconds']:8.2f}"
+            ratios = (entry.get(f"{name}_over_this", float("nan")) for name in ("ours", "packed"))
+            print(f"  {method:47} {row} " + " ".join(f"{ratio:{12 + 2 * n}.2f}" for n, ratio in enumerate(ratios)))
 
 
 if __name__ == "__main__":

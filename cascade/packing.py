@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the layer's output."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(states.contiguous(), self.packed, self.bias, "none", [], "")
         return output
 
 
