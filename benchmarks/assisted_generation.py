@@ -38,7 +38,7 @@ import torch
 import transformers
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from speccascade.cascade import SingleModel, SpeculativeCascade
+from speccascade.cascade import AdaptiveGamma, SingleModel, SpeculativeCascade
 from speccascade.cascade.packing import can_pack, pack_weights
 from speccascade.data.pairs import Pair, PairConfig, load_pair
 from speccascade.data.prompts import PromptConfig, encode_prompt, end_token_ids, load_examples
@@ -130,6 +130,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=1, help="prompts of each kind (default: 1)")
     parser.add_argument("--new-tokens", type=int, default=32, help="at most so many a prompt (default: 32)")
     parser.add_argument("--gamma", type=int, default=5, help="tokens drafted a round (default: 5)")
+    parser.add_argument("--cost-ratio", type=float, default=0.4, help="drafter's step ÷ verifier's, for adaptive γ")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--settings", default="greedy,T=1,T=0.5:top_p=0.9", help="separated by commas")
@@ -209,8 +210,11 @@ def build_methods(pair: Pair, models: dict[str, Models], options: argparse.Names
         cascade = SpeculativeCascade(
             run.drafter, run.verifier, rules.SpecDecode(), options.gamma, vocab_size=pair.vocab_size
         )
+        pace = AdaptiveGamma(options.cost_ratio, maximum=options.gamma)
+        adaptive = SpeculativeCascade(run.drafter, run.verifier, rules.SpecDecode(), pace, vocab_size=pair.vocab_size)
         methods |= {
             f"{OURS}{mark}": ours(cascade),
+            f"{OURS}, adaptive γ{mark}": ours(adaptive),
             f"{HF}, as shipped{mark}": hf(run),
             f"{HF}, threshold 0{mark}": hf(run, threshold=0.0),
             f"{HF}, threshold 0, warpers once{mark}": hf(run, threshold=0.0, once=True),
