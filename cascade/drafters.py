@@ -22,6 +22,7 @@ from .forms import Distribution, FromLogits
 from .models import CausalLM, PrefixState
 from .pace import Pacer
 from .processing import process_logits
+from .views import view_module
 
 __all__ = ["Draft", "DraftRequest", "DraftState", "Drafter", "ModelDrafter", "early_exit", "pad_unread"]
 
@@ -192,9 +193,6 @@ def early_exit(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def _share(module: PreTrainedModel, config: Any) -> PreTrainedModel:
-    shared = copy.copy(module)
-    shared._modules = dict(
-        module._modules
-    )  # its own table of children, so that replacing one leaves the original whole
+    shared = view_module(module)
     shared.config = config
     return shared

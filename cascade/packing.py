@@ -6,11 +6,11 @@ and so the distributions, are the same to the bit where the plain product runs o
 packed form cannot be trained or saved. Knows no cascade.
 """
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from .views import view_module
 
 __all__ = ["can_pack", "pack_weights"]
 
@@ -65,7 +65,6 @@ def _view(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
         if type(module) is nn.Linear:
             seen[id(module)] = PackedLinear(module)
         else:
-            view = seen[id(module)] = copy.copy(module)
-            view._forward_hooks = module._forward_hooks.copy()
+            view = seen[id(module)] = view_module(module)
             view._modules = {name: child and _view(child, seen) for name, child in module._modules.items()}
     return seen[id(module)]
