@@ -7,9 +7,9 @@ r"""How close the engine comes to what its forward passes allow, and what a batc
 Efficiency: the speed-up reached over the verifier alone, divided by the speed-up that Leviathan et al. (2023) compute
 from the acceptance a and the cost ratio c: E / (γ·c + v), E = (1 − a^(γ+1)) / (1 − a). Acceptance and forward times are
 those of the same run; v, which they take as 1, is the time of a verifying pass over that of the verifier's own steps.
-Beside it: the same with E measured (tokens a round), and the share of the time that the models' forward passes take. The
-reading of the prompt is left out everywhere. The models decode greedily and lossless, so every row must be that of the
-verifier alone.
+Beside it: the same with E measured (tokens a round), and the share of the time that the models' forward passes take.
+The reading of the prompt is left out everywhere. The models decode greedily and lossless, so every row must be that of
+the verifier alone.
 
 Batching: tokens per second of one batch of prompts of different lengths over those of the same prompts one by one.
 """
@@ -124,10 +124,11 @@ class FirstRound:
         self.puts = list[tuple[float, int]]()
 
     def put(self, value: torch.Tensor) -> None:
+        """Take the prompt first, then each round's tokens."""
         self.puts.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
-        pass
+        """Learn that nothing more comes."""
 
 
 def decode(

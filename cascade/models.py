@@ -164,8 +164,7 @@ class TransformersState:
 
 def vocab_rows(model: PreTrainedModel) -> int:
     """Number of rows of the output head, padding rows included."""
-    head = model.get_output_embeddings()
-    rows: int = getattr(head, "out_features", None) or head.weight.shape[0]
+    rows: int = model.get_output_embeddings().weight.shape[0]
     return rows
 
 

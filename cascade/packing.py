@@ -25,6 +25,8 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _POSITIONS)
+        # Models ask a weight for its shape and type; this one has both and no memory.
+        self.register_buffer("weight", torch.empty_like(linear.weight, device="meta"), persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the layer's output."""

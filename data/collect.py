@@ -41,8 +41,7 @@ class CollectConfig:
     """What to run over what, and where the traces go.
 
     Args:
-        pair: the two models. Scoring whole sequences, dtype 'auto' is bfloat16 on processors with fast bfloat16
-            (and the pair's own 'auto' elsewhere): twice as fast there, while single tokens decode faster in float32.
+        pair: the two models.
         prompts: prompts with references.
         out: folder of the traces; a run that was broken off there is continued.
         splits: which splits of the prompts to collect.
@@ -92,7 +91,7 @@ def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest:
     out = Path(config.out)
     with _sole_writer(out):
         prompts = load_examples(config.prompts)  # first, since a misspelt column is found faster than a model is loaded
-        pair = pair or load_pair(config.pair, scoring=True)
+        pair = pair or load_pair(config.pair)
         examples = _encode_all(config, pair, prompts)
         plan = _make_plan(config, pair, examples)
         _adopt_plan(out, plan)

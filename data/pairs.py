@@ -13,13 +13,14 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..cascade.drafters import early_exit
+from ..cascade.packing import can_pack, pack_weights
 from .embedded import fetch
 from .progress import quiet_transformers
 
@@ -32,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 SMALL_MODEL = 1_000_000_000
-"""Up to this many parameters, 'auto' picks float32 on a CPU: one token at a time decodes faster so than in bfloat16."""
+"""Up to this many parameters, 'auto' picks float32 on a CPU without fast bfloat16."""
 
 _EARLY_EXIT = re.compile(r"early-exit:(\d+)")
 
@@ -44,8 +45,8 @@ class PairConfig:
     Args:
         drafter: 'embedded:NAME', a folder, a hub id, or 'early-exit:K' (the verifier's own first K layers).
         verifier: 'embedded:NAME', a folder or a hub id.
-        dtype: 'auto', 'float32', 'bfloat16' or 'float16'. 'auto' is the checkpoint's own, except that models of up to
-            a billion parameters are held in float32 on a CPU.
+        dtype: 'auto', 'float32', 'bfloat16' or 'float16'. 'auto' is the checkpoint's own, except on a CPU: there it is
+            bfloat16 where the processor is fast in it, and elsewhere float32 for models of up to a billion parameters.
         device: 'auto' (the first GPU, else the CPU) or a torch device such as 'cpu' and 'cuda:1'.
     """
 
@@ -80,12 +81,12 @@ class Pair:
     identity: PairIdentity
 
 
-def load_pair(config: PairConfig, scoring: bool = False) -> Pair:
+def load_pair(config: PairConfig, decoding: bool = False) -> Pair:
     """Load both models and the tokenizer they share.
 
     Args:
         config: which models.
-        scoring: they will read whole sequences at once, so 'auto' prefers bfloat16 where the processor is fast in it.
+        decoding: they will only decode, so weights are packed where the processor has kernels for it (`pack_weights`).
 
     Raises:
         ValueError: the tokenizers differ, or a name, dtype, device or number of layers is not usable.
@@ -96,16 +97,14 @@ def load_pair(config: PairConfig, scoring: bool = False) -> Pair:
         raise ValueError(
             f"drafter: expected 'early-exit:K' with K layers, such as 'early-exit:8', got {config.drafter!r}"
         )
-    if scoring and config.dtype == "auto" and _resolve_device(config.device).type == "cpu" and _has_fast_bfloat16():
-        config = replace(config, dtype="bfloat16")
-    verifier = load_model(config.verifier, config.dtype, config.device, role="verifier")
+    verifier = _load(config, "verifier", decoding)
     tokenizer = load_tokenizer(config.verifier, role="verifier")
     verifier_digest = weight_digest(config.verifier)
     if exit_layers:
         drafter = early_exit(verifier, int(exit_layers[1]))
         drafter_digest = hashlib.sha256(f"{config.drafter} of {verifier_digest}".encode()).hexdigest()
     else:
-        drafter = load_model(config.drafter, config.dtype, config.device, role="drafter")
+        drafter = _load(config, "drafter", decoding)
         _check_same_vocabulary(load_tokenizer(config.drafter, role="drafter"), tokenizer, config)
         drafter_digest = weight_digest(config.drafter)
     identity = PairIdentity(
@@ -113,6 +112,11 @@ def load_pair(config: PairConfig, scoring: bool = False) -> Pair:
     )
     rows = min(_head_rows(drafter), _head_rows(verifier))
     return Pair(drafter, verifier, tokenizer, min(max(tokenizer.get_vocab().values()) + 1, rows), identity)
+
+
+def _load(config: PairConfig, role: str, decoding: bool) -> Any:
+    model = load_model(getattr(config, role), config.dtype, config.device, role)
+    return pack_weights(model) if decoding and can_pack(model) else model
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto", role: str = "model") -> Any:
@@ -135,8 +139,11 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto", role: str =
                 f"{role} {name!r}: expected a decoder-only model, got the encoder-decoder {config.model_type}"
             )
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES.get(dtype, "auto"))
-    if dtype == "auto" and where.type == "cpu" and model.num_parameters() <= SMALL_MODEL:
-        model = model.float()
+    if dtype == "auto" and where.type == "cpu":
+        if _has_fast_bfloat16():
+            model = model.to(torch.bfloat16)
+        elif model.num_parameters() <= SMALL_MODEL:
+            model = model.float()
     return model.to(where).eval()
 
 

@@ -95,7 +95,7 @@ def _run_and_write(config: EvaluateConfig, out: Path) -> None:
     comparable = recorded is not None and samples_as_traced(sampling, recorded.plan.temperature)
     if recorded is not None:
         check_sampling(settings, sampling, recorded.plan.temperature)
-    pair = load_pair(config.pair)
+    pair = load_pair(config.pair, decoding=True)
     _check_pair(config, settings, pair, recorded)
     prompts = _load_prompts(config, pair)
     journal = Journal(out / "answers.jsonl", _identity(config, pair))

@@ -73,7 +73,8 @@ def load_writer(config: GenerateConfig) -> tuple[GenerateConfig, Writer]:
         rules.get(config.rule, **rule_parameters(config))  # before any model is read
     router = _load_router(config)
     config = _with_models(config, router)
-    pair = load_pair(PairConfig(str(config.drafter), str(config.verifier), dtype=config.dtype, device=config.device))
+    models = PairConfig(str(config.drafter), str(config.verifier), dtype=config.dtype, device=config.device)
+    pair = load_pair(models, decoding=True)
     return config, Writer(config, pair, _make_model(config, pair, router))
 
 

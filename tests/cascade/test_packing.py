@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from speccascade import rules
 from speccascade.cascade import SpeculativeCascade, early_exit, pack_weights
@@ -48,6 +48,14 @@ def test_a_packed_pair_generates_what_the_pair_generates(model: LlamaForCausalLM
     for temperature in (0.0, 1.0):
         outs = [c.generate(PROMPT, max_new_tokens=30, temperature=temperature, seed=1) for c in (plain, packed)]
         assert torch.equal(outs[0].sequences, outs[1].sequences)
+
+
+def test_an_encoder_decoder_packs_too(model: LlamaForCausalLM) -> None:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    t5 = T5ForConditionalGeneration(config).to(torch.bfloat16).eval()
+    inputs = {"input_ids": PROMPT, "decoder_input_ids": PROMPT}
+    with torch.inference_mode():
+        assert torch.equal(pack_weights(t5)(**inputs).logits, t5(**inputs).logits)
 
 
 def test_other_weights_are_refused(tiny_llama: Build) -> None:

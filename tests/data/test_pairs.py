@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from speccascade.cascade.packing import can_pack
 from speccascade.data import pairs
 from speccascade.data.pairs import PairConfig, load_model, load_pair, vocabulary_fingerprint
 
@@ -152,16 +153,30 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_auto_holds_small_models_in_float32_and_scores_in_fast_bfloat16(
+def test_auto_is_bfloat16_where_it_is_fast_and_float32_for_small_models_elsewhere(
     config: PairConfig, tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = save_with_tokenizer(tmp_path / "half", tiny_llama().bfloat16(), tiny_tokenizer)
     config = replace(config, verifier=half, drafter="early-exit:1")
-    assert load_pair(config).verifier.dtype == torch.float32
-    monkeypatch.setattr(pairs, "SMALL_MODEL", 10)
-    assert load_pair(config).verifier.dtype == torch.bfloat16
-    monkeypatch.undo()
-    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+    for fast, small, dtype in (
+        (True, 10, torch.bfloat16),
+        (False, pairs.SMALL_MODEL, torch.float32),
+        (False, 10, torch.bfloat16),
+    ):
         monkeypatch.setattr(pairs, "_has_fast_bfloat16", lambda fast=fast: fast)
-        assert load_pair(config, scoring=True).verifier.dtype == dtype
-        assert load_pair(replace(config, dtype="float32"), scoring=True).verifier.dtype == torch.float32
+        monkeypatch.setattr(pairs, "SMALL_MODEL", small)
+        assert load_pair(config).verifier.dtype == dtype
+        assert load_pair(replace(config, dtype="float32")).verifier.dtype == torch.float32
+
+
+def test_a_pair_that_only_decodes_is_packed_where_that_is_possible(
+    config: PairConfig, tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any
+) -> None:
+    half = save_with_tokenizer(tmp_path / "half", tiny_llama(layers=3).bfloat16(), tiny_tokenizer)
+    plain, packed = (
+        load_pair(replace(config, verifier=half, drafter="early-exit:1", dtype="bfloat16"), decoding=decoding)
+        for decoding in (False, True)
+    )
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(packed.drafter(ids).logits, plain.drafter(ids).logits)
+    assert (type(packed.verifier.lm_head) is torch.nn.Linear) != can_pack(plain.verifier)

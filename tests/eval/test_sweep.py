@@ -39,7 +39,7 @@ def config(pair, build_trace, tmp_path, monkeypatch) -> EvaluateConfig:
     rows = [{"prompt": f"what is {n} plus {n}?", "reference": f"it is {2 * n}. #### {2 * n}"} for n in range(12)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     replays = {name: Replay(build_trace(seed=seed), None) for seed, name in enumerate(("validation", "test"))}
-    monkeypatch.setattr(sweep, "load_pair", lambda _: pair)
+    monkeypatch.setattr(sweep, "load_pair", lambda *_, **__: pair)
     recorded = manifest(pair.identity)
     monkeypatch.setattr(sweep, "_open_traces", lambda config: (replays, recorded) if config.traces else ({}, None))
     return EvaluateConfig(
@@ -167,7 +167,7 @@ def test_another_run_in_the_folder_is_refused(config, pair, monkeypatch, key):
     else:
         other = deepcopy(pair.verifier).to(torch.float16 if key == "dtype" else "meta")
         pair = replace(pair, verifier=other)
-    monkeypatch.setattr(sweep, "load_pair", lambda _: pair)
+    monkeypatch.setattr(sweep, "load_pair", lambda *_, **__: pair)
     with pytest.raises(ValueError, match=rf"holds a run with {key}={re.escape(repr(found[key]))}, this one has"):
         run_sweep(config)
 
