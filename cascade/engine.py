@@ -179,8 +179,10 @@ class SpeculativeCascade(PairLoop):
         return draw(weights, torch.where(full, uniforms[:, 1], uniforms[:, 0]))
 
     def bonus_law(self, after: VerifyBlock) -> Distribution:
-        """What the token after a fully accepted block follows: p, or π."""
-        return Whole(read_target(self.rule, after).dense()) if self.bonus == "target" else after.verifier
+        """What the token after a fully accepted block follows: p, or what any drafted position does (π, if Σπ = 1)."""
+        if self.bonus == "verifier":
+            return after.verifier
+        return Whole(emission_law(read_target(self.rule, after).dense(), after.draft_probs))
 
 
 class CascadeSession:

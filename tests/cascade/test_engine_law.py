@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from speccascade.cascade import ModelDrafter, SpeculativeCascade, VerifyBlock, logits_to_probs
 from speccascade.cascade.distributions import Sampling
 
-from .conftest import Check, Logits, TableLM
+from .conftest import Check, Logits, TableLM, sequence_law
 
 PROMPT = torch.tensor([[1, 3, 2]])
 LENGTH = 3
@@ -25,29 +25,13 @@ class Halfway:
         return block.draft_probs * (1 - weight) + block.verifier_probs * weight
 
 
-def sequence_law(
-    draft: Logits, verify: Logits, vocab: int, sampling: Sampling, bonus: str
-) -> dict[tuple[int, ...], float]:
-    """The law of three tokens with γ = 2: positions 0 and 1 follow π; position 2 is a bonus with the probability that
-    both drafts were accepted, else it follows π."""
-
+def law_of(draft: Logits, verify: Logits, vocab: int, sampling: Sampling, bonus: str) -> dict[tuple[int, ...], float]:
     def at(prefix: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, p = (logits_to_probs(logits(prefix), sampling).view(1, 1, -1) for logits in (draft, verify))
         block = VerifyBlock.from_probs(q, p, positions=torch.tensor([[len(prefix)]]))
         return q[0, 0].double(), p[0, 0].double(), Halfway().target(block)[0, 0].double()
 
-    law, start = {}, PROMPT[0].tolist()
-    q0, _, pi0 = at(start)
-    for a in range(vocab):
-        q1, _, pi1 = at([*start, a])
-        for b in range(vocab):
-            _, p2, pi2 = at([*start, a, b])
-            both_accepted = float(min(q0[a], pi0[a]) * min(q1[b], pi1[b]))
-            otherwise = float(pi0[a] * pi1[b]) - both_accepted
-            after = p2 if bonus == "verifier" else pi2
-            for c in range(vocab):
-                law[a, b, c] = both_accepted * float(after[c]) + otherwise * float(pi2[c])
-    return law
+    return sequence_law(at, PROMPT[0].tolist(), vocab, bonus)
 
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.3, top_p=0.8)]
@@ -74,7 +58,7 @@ def count_sequences(
 def test_sequences_follow_the_target(batch: int, check_follows: Check) -> None:
     drafter, verifier, draws = TableLM(1, 4), TableLM(2, 4), 1000 if batch == 1 else 6000
     cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, Halfway(), gamma=2)
-    law = sequence_law(drafter.logits_after, verifier.logits_after, 4, Sampling(), "verifier")
+    law = law_of(drafter.logits_after, verifier.logits_after, 4, Sampling(), "verifier")
     check_follows(count_sequences(cascade, Sampling(), draws, batch), law, draws)
 
 
@@ -82,7 +66,7 @@ def test_sequences_follow_the_target(batch: int, check_follows: Check) -> None:
 def test_sampling_settings_and_bonus_keep_the_law(sampling: Sampling, bonus: str, check_follows: Check) -> None:
     drafter, verifier, draws = TableLM(3, 4), TableLM(4, 4), 6000
     cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, Halfway(), gamma=2, bonus=bonus)  # type: ignore[arg-type]
-    law = sequence_law(drafter.logits_after, verifier.logits_after, 4, sampling, bonus)
+    law = law_of(drafter.logits_after, verifier.logits_after, 4, sampling, bonus)
     check_follows(count_sequences(cascade, sampling, draws, 50), law, draws)
 
 
@@ -97,5 +81,5 @@ def test_sequences_of_transformers_models_follow_the_target(
         return lambda prefix: model(torch.tensor([prefix])).logits[0, -1].detach()
 
     cascade = SpeculativeCascade(drafter, verifier, Halfway(), gamma=2)
-    law = sequence_law(logits(drafter), logits(verifier), 4, Sampling(), "verifier")
+    law = law_of(logits(drafter), logits(verifier), 4, Sampling(), "verifier")
     check_follows(count_sequences(cascade, Sampling(), draws, 50), law, draws)

@@ -39,11 +39,22 @@ TOKEN = {
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("specdecode", {}),
     *((name, {"alpha": alpha}) for name, alphas in (POSITION | TOKEN).items() for alpha in alphas),
+    *(
+        (name, {"alpha": alpha, "replacement_temperature": temperature})
+        for name in ("token_v1", "token_v2", "token_v3")
+        for alpha in TOKEN[name]
+        for temperature in (0, 0.3, 2.0)
+    ),
+    *((name, {"alpha": 0.2, "confidence": "processed"}) for name in TOKEN),
     *(("lossy", {"alpha": alpha}) for alpha in (0.0, 0.2, 0.9)),
-    ("ensemble", {"weight": 0.4}),
-    ("typical", {"epsilon": 0.2, "delta": 0.3}),
-    ("top_k", {"k": 3}),
+    *(("ensemble", {"weight": weight}) for weight in (0.0, 0.4, 1.0)),
+    *(("typical", {"epsilon": epsilon, "delta": delta}) for epsilon, delta in ((0.2, 0.3), (0.9, 5.0))),
+    *(("top_k", {"k": k}) for k in (1, 3, 100)),
 ]
+
+
+def test_every_rule_stands_in_these_cases() -> None:
+    assert {name for name, _ in CASES} == set(rules.RULES)
 
 
 def random_block(sampling: Sampling, seed: int = 0, spread: float = 2.0) -> VerifyBlock:
@@ -225,14 +236,16 @@ def test_lossy_at_temperature_zero_matches_argmaxes_whatever_alpha() -> None:
         torch.testing.assert_close(rules.Lossy(alpha).target(block), block.verifier_probs)
 
 
-def test_lossy_with_beta_one_accepts_and_replaces_as_written() -> None:
-    alpha, block = 0.3, random_block(SAMPLINGS["T=1"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
+def test_lossy_with_beta_one_accepts_and_replaces_as_written(alpha: float, sampling: Sampling) -> None:
+    block = random_block(sampling)
     q, p = block.draft_probs, block.verifier_probs
     target = rules.Lossy(alpha, beta=1.0).target(block)
-    assert (target.sum(-1) > 1).any(), "beta = 1 is no distribution"
-    accept = torch.minimum(torch.ones_like(q), p / ((1 - alpha) * q))
+    assert alpha == 0 or sampling.is_greedy or (target.sum(-1) > 1).any(), "beta = 1 is no distribution"
+    accepted = torch.minimum(q, p / (1 - alpha))
     excess = (p - q).clamp_min(0)
-    law = q * accept + (1 - (q * accept).sum(-1, keepdim=True)) * excess / excess.sum(-1, keepdim=True)
+    law = accepted + (1 - accepted.sum(-1, keepdim=True)) * excess / excess.sum(-1, keepdim=True).clamp_min(1e-30)
     torch.testing.assert_close(emission_law(target, q), law, atol=1e-6, rtol=0)
 
 
