@@ -191,13 +191,12 @@ def test_nothing_after_the_first_rejection_is_kept() -> None:
     """A draft that agrees again behind a mismatch was drafted after another prefix."""
     drafter, verifier = TableLM(1, 5), TableLM(1, 5)
     drafter.table, verifier.table = (torch.full((5, 5, 5), -9.0) for _ in range(2))
-    drafter.table[..., 1] = 0.0  # 1 1 1 1 after anything
-    verifier.table[..., 1] = 0.0
-    verifier.table[1, 1, 1], verifier.table[1, 1, 2] = -9.0, 0.0  # 1 1 2 1 1 2: agrees on two of any three
+    drafter.table[..., 1] = verifier.table[..., 1] = 0.0
+    verifier.table[4, 1, 2] = 9.0  # of 1 1 1 1 1 after the prompt, the second alone is wrong
     cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, rules.SpecDecode(), gamma=5)
-    out = cascade.generate(torch.tensor([[3, 4]]), max_new_tokens=9, ledger=True)
-    assert out.sequences[0, 2:].tolist() == [1, 1, 2] * 3
-    assert [entry.writer for entry in (out.ledger or ())[0]] == ["drafter", "drafter", "residual"] * 3
+    out = cascade.generate(torch.tensor([[3, 4]]), max_new_tokens=8, ledger=True)
+    assert out.sequences[0, 2:].tolist() == [1, 2, 1, 1, 1, 1, 1, 1]
+    assert [entry.writer for entry in (out.ledger or ())[0]] == ["drafter", "residual", *["drafter"] * 5, "bonus"]
 
 
 def test_each_token_is_read_once_whatever_was_accepted() -> None:
