@@ -35,8 +35,10 @@ def namespace(
     return {}
 
 
-def test_examples_run_one_after_the_other(namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    load, count, stream, bind = EXAMPLES
+def test_examples_run_one_after_the_other(
+    namespace: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, count, stream, bind, pack = EXAMPLES
     exec(load, namespace)
     inputs, sequences = namespace["inputs"], namespace["sequences"]
     assert not inputs["attention_mask"].all(), "the example should show prompts of two lengths"
@@ -57,3 +59,7 @@ def test_examples_run_one_after_the_other(namespace: dict[str, Any], capsys: pyt
     assert printed == tokenizer.decode(whole[prompt.shape[1] :])
     exec(bind, namespace)
     assert namespace["sequences"].shape[1] > prompt.shape[1]
+    packed = []
+    monkeypatch.setattr("speccascade.cascade.pack_weights", lambda model: packed.append(model) or model)
+    exec(pack, namespace)
+    assert packed == [namespace["drafter"], namespace["verifier"]]
