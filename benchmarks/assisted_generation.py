@@ -49,6 +49,12 @@ SOURCES = {
     "humaneval": PromptConfig("embedded:humaneval", instruction="Complete this Python function:\n\n{prompt}"),
     "gsm8k": PromptConfig("embedded:gsm8k"),
 }
+OPEN = (
+    "Write the opening of a short story about a lighthouse keeper who finds a letter.",
+    "Describe a walk through a market in a town that you have never seen.",
+    "Write a letter from an old sailor to the child who asked him about the sea.",
+    "Tell what the last evening of a travelling circus might have been like.",
+)
 OURS, HF, PACKED = "speccascade", "transformers", ", packed"
 WARPERS = (transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper, transformers.TopPLogitsWarper)
 
@@ -146,8 +152,12 @@ def parse_options() -> argparse.Namespace:
 
 
 def read_prompts(pair: Pair, count: int) -> dict[str, torch.Tensor]:
-    """Chat prompts as token ids, from the middle of each data set."""
-    prompts = {}
+    """Chat prompts as token ids: from the middle of each data set, and open ones, where many tokens will do."""
+    plain = PromptConfig()
+    prompts = {
+        f"open/{number + 1}": torch.tensor([encode_prompt(text, pair.tokenizer, plain)])
+        for number, text in enumerate(OPEN[:count])
+    }
     for name, config in SOURCES.items():
         examples = load_examples(config)
         for number in range(count):
@@ -270,7 +280,7 @@ def measure(
         for number, prompt in enumerate(prompts)
         for method in turned(applicable(methods, setting), number + repeat)
     ]
-    for method in methods.values():  # caches and allocators warm up
+    for method in list(methods.values())[:2]:  # caches and allocators warm up
         method(next(iter(prompts.values())), settings[0], 0)
     runs = list[Run]()
     references: dict[str, list[int]] = {}

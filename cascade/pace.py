@@ -21,7 +21,8 @@ from .statistics import Stats
 __all__ = ["AdaptiveGamma", "Pacer"]
 
 _BINS = 10
-_PRIOR_WEIGHT = 4.0
+_PRIOR_WEIGHT = 2.0  # drafts that the prior counts for, in each bin and in the average
+_PRIOR_AVERAGE = 0.75
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ class AdaptiveGamma:
 
 @dataclass
 class _RowHistory:
-    """Kept and examined drafts of one row by the drafter's confidence, beginning with a prior of honest confidence."""
+    """Kept and examined drafts of one row by the drafter's confidence, beginning as if it were honest."""
 
-    kept: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT * (b + 0.5) / _BINS for b in range(_BINS)])
-    seen: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * _BINS)
+    kept: list[int] = field(default_factory=lambda: [0] * _BINS)
+    seen: list[int] = field(default_factory=lambda: [0] * _BINS)
 
     def chance(self, confidence: float) -> float:
-        """The share of drafts of such confidence that were kept."""
+        """The share of drafts of such confidence that were kept; at first, the middle of their bin."""
         place = _bin(confidence)
-        return self.kept[place] / self.seen[place]
+        return (self.kept[place] + _PRIOR_WEIGHT * (place + 0.5) / _BINS) / (self.seen[place] + _PRIOR_WEIGHT)
 
     def average(self) -> float:
         """The share of all drafts that were kept."""
-        return sum(self.kept) / sum(self.seen)
+        return (sum(self.kept) + _PRIOR_WEIGHT * _PRIOR_AVERAGE) / (sum(self.seen) + _PRIOR_WEIGHT)
 
 
 class Pacer:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .distribute import join
-from .drafters import Drafter
-from .forms import Distribution, distance
-from .models import CausalLM
-from .pair import PairLoop, PairState, tokens_of
-from .requests import Request, Row
-from .results import LedgerEntry, Writer
+from ..distribute import join
+from ..drafters import Drafter
+from ..forms import Distribution, distance
+from ..models import CausalLM
+from ..pair import PairLoop, PairState, tokens_of
+from ..requests import Request, Row
+from ..results import LedgerEntry, Writer
 
 __all__ = ["BiLD"]
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from speccascade.cascade import ModelDrafter, SequenceCascade, SingleModel, early_exit
+from speccascade.cascade import ModelDrafter, SingleModel, early_exit
+from speccascade.cascade.executions import SequenceCascade
 
-from .conftest import Check, RecordingLM, TableLM
+from ..conftest import Check, RecordingLM, TableLM
 
 Build = Callable[..., LlamaForCausalLM]
 TABLE_PROMPT = torch.tensor([[1, 3, 2]])

@@ -14,14 +14,14 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .distributions import draw_uniforms
-from .drafters import Draft, Drafter
-from .forms import Distribution, distance
-from .models import CausalLM
-from .pair import PairLoop, PairState, tokens_of
-from .requests import Request, Row
-from .results import LedgerEntry
-from .statistics import STAT_FIELDS, Stats
+from ..distributions import draw_uniforms
+from ..drafters import Draft, Drafter
+from ..forms import Distribution, distance
+from ..models import CausalLM
+from ..pair import PairLoop, PairState, tokens_of
+from ..requests import Request, Row
+from ..results import LedgerEntry
+from ..statistics import STAT_FIELDS, Stats
 
 __all__ = ["DeferRule", "DraftStats", "SequentialCascade"]
 

@@ -12,8 +12,6 @@ from transformers import LlamaForCausalLM
 from speccascade import rules
 from speccascade.cascade import (
     ModelDrafter,
-    OracleCascade,
-    SequentialCascade,
     SingleModel,
     SpeculativeCascade,
     VerifyBlock,
@@ -21,9 +19,10 @@ from speccascade.cascade import (
     logits_to_probs,
 )
 from speccascade.cascade.distributions import Sampling, draw
+from speccascade.cascade.executions import OracleCascade, SequentialCascade
 from speccascade.cascade.generation import GenerationLoop
 
-from .conftest import Check, RecordingLM, TableLM
+from ..conftest import Check, RecordingLM, TableLM
 
 Build = Callable[..., LlamaForCausalLM]
 PROMPT = torch.tensor([[3, 14, 15, 9, 26]])

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from speccascade.cascade import BiLD, ModelDrafter, SingleModel, early_exit
+from speccascade.cascade import ModelDrafter, SingleModel, early_exit
+from speccascade.cascade.executions import BiLD
 
-from .conftest import RecordingLM
+from ..conftest import RecordingLM
 
 Build = Callable[..., LlamaForCausalLM]
 PROMPT = torch.tensor([[3, 14, 15, 9, 26]])

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import TargetRule, VerifyBlock
-from .distributions import draw, draw_uniforms
-from .drafters import Drafter
-from .models import CausalLM
-from .pair import PairLoop, PairState
-from .requests import Request, Row
-from .results import LedgerEntry
-from .targets import Target, read_target
+from ..blocks import TargetRule, VerifyBlock
+from ..distributions import draw, draw_uniforms
+from ..drafters import Drafter
+from ..models import CausalLM
+from ..pair import PairLoop, PairState
+from ..requests import Request, Row
+from ..results import LedgerEntry
+from ..targets import Target, read_target
 
 __all__ = ["OracleCascade"]
 

@@ -13,14 +13,14 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from .distributions import draw_uniforms
-from .drafters import Drafter
-from .generation import run_to_end
-from .models import CausalLM
-from .pair import PairLoop, draft_one, tokens_of
-from .requests import Request, Row
-from .results import LedgerEntry
-from .single import SingleModel
+from ..distributions import draw_uniforms
+from ..drafters import Drafter
+from ..generation import run_to_end
+from ..models import CausalLM
+from ..pair import PairLoop, draft_one, tokens_of
+from ..requests import Request, Row
+from ..results import LedgerEntry
+from ..single import SingleModel
 
 __all__ = ["SequenceCascade"]
 
