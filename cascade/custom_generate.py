@@ -23,9 +23,11 @@ from .blocks import TargetRule, VerifyBlock
 from .drafters import Drafter
 from .engine import SpeculativeCascade
 from .generation_settings import GenerationSettings, check_criteria, check_processors, read_settings
+from .pace import AdaptiveGamma
 from .requests import Streamer
 from .results import GenerationStats, LedgerEntry
 from .stopping import Decoder
+from .targets import Switched
 
 __all__ = ["CascadeOutput", "generate"]
 
@@ -44,6 +46,10 @@ class CascadeOutput(GenerateDecoderOnlyOutput):
 @dataclass(frozen=True)
 class FollowVerifier:
     """The target where no rule is given: the verifier's own distribution, so that nothing is lost."""
+
+    def decide(self, block: VerifyBlock) -> Switched:
+        """Return p as verification reads it."""
+        return Switched(block, self.defer_mask(block))
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return p."""
@@ -65,7 +71,7 @@ def generate(
     *,
     drafter: PreTrainedModel | Drafter | None = None,
     rule: TargetRule | None = None,
-    gamma: int = 5,
+    gamma: int | AdaptiveGamma = 5,
     bonus: Literal["verifier", "target"] = "verifier",
     seed: int | Sequence[int] | None = None,
     ledger: bool = False,
@@ -85,7 +91,7 @@ def generate(
         streamer: takes the prompt and then the tokens of each round; one prompt only.
         drafter: a Hugging Face model or any `Drafter`.
         rule: whose target each token follows; default: the verifier's own distribution.
-        gamma: tokens drafted per block.
+        gamma: tokens drafted per block, or an `AdaptiveGamma`.
         bonus: where the token after a fully accepted block comes from, see `SpeculativeCascade`.
         seed: row i draws from ``seed + i``, or ``seed[i]``; default: seeds drawn from torch's global generator.
         ledger: whether to record who wrote each token; needs ``return_dict_in_generate=True``.
@@ -127,7 +133,9 @@ def generate(
     check_criteria(stopping_criteria, settings, input_ids.shape[1])
     _check_company(settings, tokenizer, ledger)
     if seed is None:
-        seed = _draw_seeds(input_ids.shape[0]) if settings.temperature > 0 else 0
+        # Even greedily a rule of one's own may mix two distributions, and then draws.
+        draws = settings.temperature > 0 or rule is not None
+        seed = _draw_seeds(input_ids.shape[0]) if draws else 0
     cascade = SpeculativeCascade(drafter, model, FollowVerifier() if rule is None else rule, gamma, bonus)
     result = cascade.generate(
         input_ids,

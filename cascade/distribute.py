@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .distributions import Sampling, check_finite, logits_to_probs
-from .extremes import second_and_argmax
+from .extremes import find_argmax
 from .forms import Certain, Distribution, FromLogits, Whole
 
 __all__ = ["distribute", "join"]
@@ -23,7 +23,7 @@ def distribute(logits: Float[Tensor, "*batch V"], sampling: Sampling, source: st
         ValueError: logits that are not finite; the message names ``source`` and the row.
     """
     if sampling.is_greedy:
-        tokens = second_and_argmax(logits)[1]
+        tokens = find_argmax(logits)
         check_finite(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), source)
         return Certain(tokens, logits.shape[-1])
     return Whole(logits_to_probs(logits, sampling, source), logits if sampling.is_plain else None)

@@ -144,7 +144,8 @@ def draw(probs: Float[Tensor, "*batch V"], uniforms: Float[Tensor, "*batch"]) ->
 
     A token of weight zero is never drawn.
     """
-    cumulative = probs.cumsum(dim=-1)
+    # Sums of single precision may fall where they should stay, and so make room for a token of weight zero.
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float32 if probs.device.type == "mps" else torch.float64)
     total = cumulative[..., -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     points = torch.minimum(uniforms.to(total).unsqueeze(-1) * total, below_total)

@@ -35,15 +35,15 @@ class Draft:
         tokens: ``[B, T]``.
         law: q at ``[B, T]`` positions, or ``[B, T + 1]`` when the one after the last drafted token was asked for too.
         raw: q°, likewise; the same object where it is the same distribution.
-        calls: the drafter's forward passes.
-        lengths: how many tokens of each row count, at least one; the rest is padding. Default: all T.
+        calls: forward passes of the drafter that each row asked for.
+        lengths: how many tokens of each row count, at least one; the rest is padding.
     """
 
     tokens: Int[Tensor, "B T"]
     law: Distribution
     raw: Distribution
-    calls: int
-    lengths: Sequence[int] | None = None
+    calls: Sequence[int]
+    lengths: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,24 @@ class DraftRequest:
 
     Args:
         rows: every row's tokens so far, prompt included.
-        length: tokens to draft, T.
+        limits: most tokens to draft for each row; T is the largest of them.
         uniforms: one uniform in [0, 1) for each row and drafted token ``[B, U]``, U ≥ T.
         sampling: how tokens are drawn.
         peek: whether to give q at the position after the drafted tokens too.
-        pacer: tells when a row's block is long enough; default: at ``length``.
+        pacer: tells when a row's block is long enough; default: at its limit.
     """
 
     rows: Sequence[Sequence[int]]
-    length: int
+    limits: Sequence[int]
     uniforms: Float[Tensor, "B U"]
     sampling: Sampling
     peek: bool = False
     pacer: Pacer | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest block, T."""
+        return max(self.limits)
 
 
 @runtime_checkable
@@ -128,7 +133,7 @@ class ModelDraftState:
         tokens, probs, logits = list[Tensor](), list[Distribution](), list[Tensor]()
         sampling, histories = request.sampling, request.rows
         unread, counts = pad_unread(request.rows, self._state.lengths, self._device)
-        lengths = [request.length] * len(counts)
+        lengths = list(request.limits)
         step = 0
         while step < max(lengths) + request.peek:
             logits.append(self._state.extend(unread, counts, keep=1))
@@ -145,7 +150,8 @@ class ModelDraftState:
             step += 1
         law = join(probs)
         raw = law if sampling.is_plain else FromLogits(torch.cat(logits, dim=1))
-        return Draft(torch.cat(tokens, dim=1), law, raw, calls=len(probs), lengths=lengths)
+        calls = [length + request.peek for length in lengths]
+        return Draft(torch.cat(tokens, dim=1), law, raw, calls, lengths)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .blocks import TargetRule, VerifyBlock
+from .checks import check_count
 from .distributions import Sampling, draw, draw_uniforms
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
 from .forms import Distribution, Whole
@@ -26,7 +27,7 @@ from .pace import AdaptiveGamma, Pacer
 from .pair import PairLoop, score
 from .requests import Request, Row
 from .results import LedgerEntry
-from .targets import Target, read_target
+from .targets import Target, check_rule, read_target
 from .verify import emission_law, judge
 
 __all__ = ["SpeculativeCascade"]
@@ -45,7 +46,7 @@ class Round:
     accepted: list[int]
     last: list[int]
     after: VerifyBlock
-    drafter_calls: int
+    drafter_calls: list[int]
 
     def tokens(self) -> list[list[int]]:
         """Each row's accepted drafts, then its residual token, or its bonus token after a full acceptance."""
@@ -79,12 +80,11 @@ class SpeculativeCascade(PairLoop):
         bonus: Literal["verifier", "target"] = "verifier",
         vocab_size: int | None = None,
     ) -> None:
-        if isinstance(gamma, int) and gamma < 1:
-            raise ValueError(f"gamma: expected an integer >= 1, got {gamma!r}")
+        if not isinstance(gamma, AdaptiveGamma):
+            check_count("gamma", gamma)
         if bonus not in ("verifier", "target"):
             raise ValueError(f"bonus: expected 'verifier' or 'target', got {bonus!r}")
-        if not callable(getattr(rule, "target", None)):
-            raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
+        check_rule(rule)
         super().__init__(drafter, verifier, vocab_size)
         if isinstance(gamma, AdaptiveGamma) and not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"gamma: AdaptiveGamma needs a model that drafts token by token, not {self.drafter.name}")
@@ -104,31 +104,37 @@ class SpeculativeCascade(PairLoop):
         return CascadeSession(self, self.drafter.start(prompts), self.verifier.start(prompts), pacer)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
-        """Begin to draft for a larger model: a cascade is a drafter."""
+        """Begin to draft for a larger model: a cascade is a drafter.
+
+        Raises:
+            ValueError: its block length is adaptive: how many rounds a draft takes would then teach a row's pace.
+        """
+        if self.pace is not None:
+            raise ValueError(f"drafter {self.name}: expected a fixed gamma where a cascade drafts, got {self.pace!r}")
         return self.open_session(prompts)
 
     def run_round(
         self,
         rows: Sequence[Sequence[int]],
-        length: int,
+        limits: Sequence[int],
         sampling: Sampling,
         generators: Sequence[torch.Generator],
         draft_state: DraftState,
         verify_state: PrefixState,
         pacer: Pacer | None = None,
     ) -> Round:
-        """Draft up to ``length`` tokens after every row, verify, replace, and roll both states back to what is kept."""
+        """Draft up to ``limits[i]`` tokens after row i, verify, replace, and roll both states back to what is kept."""
         # Every round takes the same number of uniforms from a row: for γ drafts, γ tests, a replacement and a bonus.
         uniforms = draw_uniforms(generators, 2 * self.gamma + 2)
         peek = self.bonus == "target"
-        draft = draft_state.propose(DraftRequest(rows, length, uniforms[:, : self.gamma], sampling, peek, pacer))
+        draft = draft_state.propose(DraftRequest(rows, limits, uniforms[:, : self.gamma], sampling, peek, pacer))
         block, after = self._score(rows, draft, sampling, verify_state)
         target = read_target(self.rule, block)
-        lengths = list(draft.lengths or [length] * len(rows))
+        lengths = list(draft.lengths)
         ends = torch.tensor(lengths, device=block.tokens.device)
         accepted, excess = judge(target, block.draft, block.tokens, uniforms[:, self.gamma : -2], ends)
         last = self._draw_last(accepted == ends, excess, after, uniforms[:, -2:])
-        round_ = Round(block, target, lengths, accepted.tolist(), last.tolist(), after, draft.calls)
+        round_ = Round(block, target, lengths, accepted.tolist(), last.tolist(), after, list(draft.calls))
         kept = [len(row) + count for row, count in zip(rows, round_.accepted, strict=True)]
         verify_state.rollback(kept)
         draft_state.rollback(kept)
@@ -157,7 +163,7 @@ class SpeculativeCascade(PairLoop):
             tokens=draft.tokens.to(device),
             positions=starts + torch.arange(length, device=device),
         )
-        ends = torch.tensor(draft.lengths or [length] * len(rows), device=device)
+        ends = torch.tensor(list(draft.lengths), device=device)
         p, p_raw = _each(verifier, verifier_raw, lambda side: side.pick(ends))
         if q.shape[1] > length:
             q, q_raw = _each(q, q_raw, lambda side: side.pick(ends))
@@ -204,15 +210,14 @@ class CascadeSession:
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
         """Write the next block of every row by one round."""
         cascade = self._cascade
-        left = max(request.stopping.max_new_tokens - len(row.entries) for row in rows)
-        length = min(cascade.gamma, left)
+        limits = [min(cascade.gamma, request.stopping.max_new_tokens - len(row.entries)) for row in rows]
         sequences, generators = [row.tokens for row in rows], [row.generator for row in rows]
-        round_ = self._run_round(sequences, length, request.sampling, generators)
-        for row, drafted in zip(rows, round_.lengths, strict=True):
+        round_ = self._run_round(sequences, limits, request.sampling, generators)
+        for row, drafted, calls in zip(rows, round_.lengths, round_.drafter_calls, strict=True):
             row.rounds += 1
             row.verifier_calls += 1
             row.drafted += drafted
-            row.drafter_calls += round_.drafter_calls
+            row.drafter_calls += calls
         return _block_entries(round_, with_tv=request.ledger)
 
     def propose(self, request: DraftRequest) -> Draft:
@@ -221,14 +226,16 @@ class CascadeSession:
         # Generators of its own, seeded by each row's first uniform: how many rounds the neighbours need must not
         # change what a row draws later.
         generators = [torch.Generator().manual_seed(int(u * 2**53)) for u in request.uniforms[:, 0].tolist()]
-        rows, calls = [list(row) for row in request.rows], 0
+        rows, calls = [list(row) for row in request.rows], [0] * len(request.rows)
+        limits = [self._cascade.gamma] * len(rows)
         laws: list[list[Tensor]] = [[] for _ in rows]
         confidences: list[list[Tensor]] = [[] for _ in rows]
         while min(map(len, laws)) < wanted:
-            round_ = self._run_round(rows, self._cascade.gamma, request.sampling, generators)
-            calls += round_.drafter_calls + 1
+            round_ = self._run_round(rows, limits, request.sampling, generators)
             law, confidence = self._describe(round_, request.sampling)
             for index, tokens in enumerate(round_.tokens()):
+                if len(laws[index]) < request.limits[index] + request.peek:  # else only its neighbours asked for it
+                    calls[index] += round_.drafter_calls[index] + 1
                 rows[index] += tokens
                 laws[index] += law[index, : len(tokens)]
                 confidences[index] += confidence[index, : len(tokens)]
@@ -238,7 +245,7 @@ class CascadeSession:
         raw = emitted
         if not request.sampling.is_plain:
             raw = Whole(torch.stack([torch.stack(steps[:wanted]) for steps in confidences]))
-        return Draft(torch.tensor(drafted, device=emitted.device), emitted, raw, calls)
+        return Draft(torch.tensor(drafted, device=emitted.device), emitted, raw, calls, request.limits)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
@@ -253,20 +260,27 @@ class CascadeSession:
             self._pacer.select_rows(rows)
 
     def _run_round(
-        self, rows: Sequence[Sequence[int]], length: int, sampling: Sampling, generators: Sequence[torch.Generator]
+        self,
+        rows: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        sampling: Sampling,
+        generators: Sequence[torch.Generator],
     ) -> Round:
         return self._cascade.run_round(
-            rows, length, sampling, generators, self._draft_state, self._verify_state, self._pacer
+            rows, limits, sampling, generators, self._draft_state, self._verify_state, self._pacer
         )
 
     def _describe(self, round_: Round, sampling: Sampling) -> tuple[Float[Tensor, "B D V"], Float[Tensor, "B D V"]]:
         """The law of every token of a round, bonus included, and the same at temperature 1 with nothing cut off."""
-        law = self._emitted(round_.block, round_.after)
-        return (law, law) if sampling.is_plain else (law, self._emitted(round_.block.raw(), round_.after.raw()))
+        law = self._emitted(round_.target, round_.block, round_.after)
+        if sampling.is_plain:
+            return law, law
+        block = round_.block.raw()
+        return law, self._emitted(read_target(self._cascade.rule, block), block, round_.after.raw())
 
-    def _emitted(self, block: VerifyBlock, after: VerifyBlock) -> Float[Tensor, "B D V"]:
-        target = read_target(self._cascade.rule, block).dense()
-        return torch.cat([emission_law(target, block.draft_probs), self._cascade.bonus_law(after).dense], dim=1)
+    def _emitted(self, target: Target, block: VerifyBlock, after: VerifyBlock) -> Float[Tensor, "B D V"]:
+        law = emission_law(target.dense(), block.draft_probs)
+        return torch.cat([law, self._cascade.bonus_law(after).dense], dim=1)
 
 
 def _each(

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .distributions import draw, logits_to_probs, row_slices
-from .extremes import second_and_argmax
+from .extremes import find_argmax, second_largest
 
 __all__ = [
     "Certain",
@@ -139,15 +139,15 @@ class Whole(Distribution):
         """Largest probability."""
         return self._probs.amax(dim=-1)
 
-    @property
+    @cached_property
     def argmax(self) -> Int[Tensor, "*batch"]:
         """Most probable token; among equals the lowest id."""
-        return self._top[1]
+        return find_argmax(self._probs)
 
-    @property
+    @cached_property
     def margin(self) -> Float[Tensor, "*batch"]:
         """Largest minus second largest probability."""
-        return self.maximum - self._top[0]
+        return self.maximum - second_largest(self._probs)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "*batch"]:
@@ -171,10 +171,6 @@ class Whole(Distribution):
         if device == self.device:
             return self
         return Whole(self._probs.to(device), None if self.logits is None else self.logits.to(device))
-
-    @cached_property
-    def _top(self) -> tuple[Tensor, Tensor]:
-        return second_and_argmax(self._probs)
 
 
 class FromLogits(Distribution):
@@ -223,15 +219,17 @@ class FromLogits(Distribution):
             return self.dense.amax(dim=-1)
         return torch.cat([probs.amax(dim=-1) for probs, _ in _chunks(self)]).view(self.shape)
 
-    @property
+    @cached_property
     def argmax(self) -> Int[Tensor, "*batch"]:
         """Most probable token; among equals the lowest id."""
-        return self._top[1]
+        return find_argmax(self.logits)
 
-    @property
+    @cached_property
     def margin(self) -> Float[Tensor, "*batch"]:
         """Largest minus second largest probability."""
-        return self.maximum - (self._top[0].float() - self.logits.amax(dim=-1).float()).exp() * self.maximum
+        return (
+            self.maximum - (second_largest(self.logits).float() - self.logits.amax(dim=-1).float()).exp() * self.maximum
+        )
 
     @cached_property
     def entropy(self) -> Float[Tensor, "*batch"]:
@@ -253,11 +251,7 @@ class FromLogits(Distribution):
 
     def to(self, device: torch.device) -> "FromLogits":
         """Return it on a device."""
-        return FromLogits(self.logits.to(device))
-
-    @cached_property
-    def _top(self) -> tuple[Tensor, Tensor]:
-        return second_and_argmax(self.logits)
+        return self if device == self.device else FromLogits(self.logits.to(device))
 
 
 class Certain(Distribution):
@@ -301,7 +295,7 @@ class Certain(Distribution):
         """The token."""
         return self._tokens
 
-    @property
+    @cached_property
     def margin(self) -> Float[Tensor, "*batch"]:
         """Largest minus second largest probability."""
         return self.maximum
@@ -329,7 +323,7 @@ class Certain(Distribution):
 
     def to(self, device: torch.device) -> "Certain":
         """Return it on a device."""
-        return Certain(self._tokens.to(device), self.vocab_size)
+        return self if device == self.device else Certain(self._tokens.to(device), self.vocab_size)
 
 
 def as_distribution(probs: Tensor | Distribution) -> Distribution:
@@ -354,10 +348,10 @@ def cross_entropy(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
     return torch.cat([_surprise(true, of, logits) for (true, _), (of, logits) in pairs]).view(p.shape)
 
 
-Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
+_Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
 
 
-def _chunks(distribution: Distribution) -> Iterator[Chunk]:
+def _chunks(distribution: Distribution) -> Iterator[_Chunk]:
     """Successive positions as ``[N, V]``, each with the logits behind them where those are at hand."""
     if isinstance(distribution, FromLogits):
         logits = distribution.logits.reshape(-1, distribution.logits.shape[-1])

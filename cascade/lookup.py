@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .checks import check_count
 from .drafters import Draft, DraftRequest
 from .forms import Certain, Whole
 from .processing import process_logits
@@ -28,10 +29,8 @@ class PromptLookupDrafter:
     """
 
     def __init__(self, vocab_size: int, longest: int = 3) -> None:
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size: expected an integer >= 1, got {vocab_size}")
-        if longest < 1:
-            raise ValueError(f"longest: expected an integer >= 1, got {longest}")
+        check_count("vocab_size", vocab_size)
+        check_count("longest", longest)
         self.name = "prompt look-up"
         self.vocab_size = vocab_size
         self.longest = longest
@@ -46,7 +45,9 @@ class PromptLookupDrafter:
         rows = [_avoid_banned(row, self.continue_row(row, length), request, self.vocab_size) for row in request.rows]
         tokens = torch.tensor(rows)
         certain = Certain(tokens, self.vocab_size)
-        return Draft(tokens[:, : request.length], certain, Whole(_doubt(certain.dense)), calls=0)
+        return Draft(
+            tokens[:, : request.length], certain, Whole(_doubt(certain.dense)), [0] * len(rows), request.limits
+        )
 
     def continue_row(self, row: Sequence[int], length: int) -> list[int]:
         """Guess the next ``length`` tokens of one row.

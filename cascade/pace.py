@@ -15,6 +15,7 @@ Shapes: ``B`` row.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .checks import check_count
 from .forms import Distribution
 from .statistics import Stats
 
@@ -40,8 +41,7 @@ class AdaptiveGamma:
     def __post_init__(self) -> None:
         if not 0 < self.cost_ratio <= 1:
             raise ValueError(f"cost_ratio: expected a number in (0, 1], got {self.cost_ratio!r}")
-        if self.maximum < 1:
-            raise ValueError(f"maximum: expected an integer >= 1, got {self.maximum!r}")
+        check_count("maximum", self.maximum)
 
 
 @dataclass

@@ -68,5 +68,7 @@ def _view(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
             seen[id(module)] = PackedLinear(module)
         else:
             view = seen[id(module)] = view_module(module)
-            view._modules = {name: child and _view(child, seen) for name, child in module._modules.items()}
+            view._modules = {
+                name: None if child is None else _view(child, seen) for name, child in module._modules.items()
+            }
     return seen[id(module)]

@@ -111,7 +111,7 @@ def draft_one(
     state: DraftState, rows: Sequence[Sequence[int]], uniforms: Float[Tensor, "B 1"], sampling: Sampling
 ) -> Draft:
     """One step of a drafter: draw a token after every row, with q and q° there; it keeps no more than the rows."""
-    draft = state.propose(DraftRequest(rows, 1, uniforms, sampling))
+    draft = state.propose(DraftRequest(rows, [1] * len(rows), uniforms, sampling))
     state.rollback([len(row) for row in rows])
     return draft
 

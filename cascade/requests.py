@@ -85,9 +85,9 @@ def check_request(
     if streamer is not None and input_ids.shape[0] != 1:
         raise ValueError(f"streamer: expected one prompt beside it, got {input_ids.shape[0]}")
     prompts = _strip_padding(input_ids, attention_mask, either_side=decoder_start is not None)
-    low, high = min(map(min, prompts)), max(map(max, prompts))
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"input_ids: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}")
+    _check_ids("input_ids", [token for prompt in prompts for token in prompt], vocab_size)
+    _check_ids("suppress_tokens", sampling.suppress_tokens, vocab_size)
+    _check_ids("bad_words_ids", [token for word in sampling.bad_words for token in word], vocab_size)
     starts = [list(prompt) if decoder_start is None else [decoder_start] for prompt in prompts]
     longest = max(map(len, starts))
     if max_length is not None and longest + stopping.max_new_tokens > max_length:
@@ -96,6 +96,11 @@ def check_request(
     generators = _row_generators(seed, len(prompts))
     rows = [Row(start, generator) for start, generator in zip(starts, generators, strict=True)]
     return Request(prompts, rows, sampling, stopping, ledger)
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
 
 
 def build_sampling(

@@ -5,12 +5,12 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from .adapters import as_language_model
+from .adapters import as_language_model, vocabulary_of
 from .distribute import distribute
 from .distributions import draw_uniforms
 from .drafters import pad_unread
 from .generation import GenerationLoop
-from .models import CausalLM, PrefixState, vocab_rows
+from .models import CausalLM, PrefixState
 from .processing import process_logits
 from .requests import Request, Row
 from .results import LedgerEntry
@@ -35,8 +35,7 @@ class SingleModel(GenerationLoop):
     ) -> None:
         if role not in ("verifier", "drafter"):
             raise ValueError(f"role: expected 'verifier' or 'drafter', got {role!r}")
-        rows = vocab_rows(model) if isinstance(model, PreTrainedModel) else model.vocab_size
-        self.model = as_language_model(model, rows if vocab_size is None else vocab_size)
+        self.model = as_language_model(model, vocabulary_of(model) if vocab_size is None else vocab_size)
         self.role: Literal["verifier", "drafter"] = role
 
     @property

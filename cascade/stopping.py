@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from .checks import check_count
+
 __all__ = ["Decoder", "Stopping"]
 
 
@@ -33,8 +35,7 @@ class Stopping:
     decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected an integer >= 1, got {self.max_new_tokens}")
+        check_count("max_new_tokens", self.max_new_tokens)
         if self.stop_strings and self.decoder is None:
             raise ValueError("stop_strings: expected a tokenizer beside them (tokenizer=...), got none")
         if any(not string for string in self.stop_strings):

@@ -19,7 +19,7 @@ from .blocks import TargetRule, VerifyBlock
 from .distributions import row_slices
 from .forms import Certain, Distribution
 
-__all__ = ["Moved", "Plain", "Switched", "Target", "read_target"]
+__all__ = ["Moved", "Plain", "Switched", "Target", "check_rule", "read_target"]
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Target(Protocol):
         ...
 
     def at_tokens(self) -> Float[Tensor, "B T"]:
-        """Return π(x) at the drafted tokens."""
+        """Return π(x) at the drafted tokens, or any value ≥ q(x) where π(x) ≥ q(x): only min(1, π/q) is read."""
         ...
 
     def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
@@ -140,6 +140,16 @@ class Plain:
     def dense(self) -> Float[Tensor, "B T V"]:
         """Return π whole."""
         return self.probs
+
+
+def check_rule(rule: object) -> None:
+    """Refuse what cannot say what the target is.
+
+    Raises:
+        ValueError: an object without ``target(block)``.
+    """
+    if not callable(getattr(rule, "target", None)):
+        raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
 
 
 def read_target(rule: TargetRule, block: VerifyBlock) -> Target:

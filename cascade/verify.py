@@ -43,7 +43,7 @@ def acceptance_probability(
     """min(1, π(x)/q(x)) at each drafted token; 1 where π leaves nothing to replace it from."""
     index = tokens.unsqueeze(-1)
     draft, target = draft_probs.gather(-1, index).squeeze(-1), target_probs.gather(-1, index).squeeze(-1)
-    ratio = torch.where(draft > 0, target / draft.clamp_min(torch.finfo(torch.float32).tiny), torch.ones_like(draft))
+    ratio = torch.where(draft > 0, target / draft.clamp_min(torch.finfo(torch.float32).tiny), (target > 0).float())
     replaceable = (target_probs > draft_probs).any(dim=-1)
     return torch.where(replaceable, ratio.clamp_max(1), torch.ones_like(ratio))
 
@@ -105,7 +105,7 @@ def judge(
         replacement is drawn from. None where every row was accepted whole; of no meaning for a row that was.
     """
     chance, wanted = draft.at(tokens), target.at_tokens()
-    ratio = torch.where(chance > 0, wanted / chance.clamp_min(torch.finfo(torch.float32).tiny), 1)
+    ratio = torch.where(chance > 0, wanted / chance.clamp_min(torch.finfo(torch.float32).tiny), (wanted > 0).float())
     places = torch.arange(tokens.shape[1], device=tokens.device)
     passed = uniforms[:, : tokens.shape[1]].to(tokens.device) < ratio  # in the uniforms' precision
     while True:

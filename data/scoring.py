@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..cascade.distributions import Sampling, logits_to_probs
+from ..cascade.forms import Whole
 from ..cascade.statistics import Stats
 from .pairs import Pair
 
@@ -224,18 +225,20 @@ def score_positions(
 def _score_chunk(
     draft_logits: Tensor, verifier_logits: Tensor, labels: Tensor, sampling: Sampling, top_k: int
 ) -> ScoredRows:
-    draft_confidence, verifier_confidence = logits_to_probs(draft_logits), logits_to_probs(verifier_logits)
-    draft_probs = draft_confidence if sampling.is_plain else logits_to_probs(draft_logits, sampling)
-    verifier_probs = verifier_confidence if sampling.is_plain else logits_to_probs(verifier_logits, sampling)
-    stats = Stats(draft_probs, verifier_probs, draft_confidence, verifier_confidence)
+    draft_raw, verifier_raw = (Whole(logits_to_probs(logits), logits) for logits in (draft_logits, verifier_logits))
+    draft, verifier = draft_raw, verifier_raw
+    if not sampling.is_plain:
+        draft, verifier = (Whole(logits_to_probs(logits, sampling)) for logits in (draft_logits, verifier_logits))
+    stats = Stats(draft, verifier, draft_raw, verifier_raw)
+    draft_probs, verifier_probs = draft.dense, verifier.dense
     at_label = labels.unsqueeze(-1)
     floats = {
         **stats.columns(),
         "q_label": draft_probs.gather(-1, at_label).squeeze(-1),
         "p_label": verifier_probs.gather(-1, at_label).squeeze(-1),
     }
-    draft_ids, token = _top_ids(draft_confidence, top_k)
-    verifier_ids, _ = _top_ids(verifier_confidence, top_k)
+    draft_ids, token = _top_ids(draft_raw.dense, top_k)
+    verifier_ids, _ = _top_ids(verifier_raw.dense, top_k)
     union = torch.cat([draft_ids, verifier_ids], dim=-1).sort(dim=-1).values
     kept = torch.ones_like(union, dtype=torch.bool)
     kept[:, 1:] = union[:, 1:] != union[:, :-1]

@@ -126,7 +126,8 @@ class LearnedRouter(PositionRule):
         """
         if self.config.feature_set != "draft_only" or self.alpha < 0:
             return torch.zeros(stats.shape, dtype=torch.bool, device=stats.device)
-        return self.gap(stats) <= 0
+        # Which loss will be in force depends on the verifier too: keep what neither of them would defer.
+        return (self.head(stats).amax(dim=-1) if self.loss == "auto" else self.gap(stats)) <= 0
 
     def with_alpha(self, alpha: float) -> "LearnedRouter":
         """Return the same router at another α; the head is shared, and asked once for all of them."""

@@ -72,6 +72,8 @@ class LossyTarget:
         draft, verifier = self.block.draft.row(places), self.block.verifier.row(places)
         if self.beta is not None:
             return self._law(draft, verifier, 1 / self.beta)
+        if draft.device.type != "cpu":  # row by row it would wait for the device at every step
+            return self._law(draft, verifier, (1 / lossy_beta(draft, verifier, self.alpha)).unsqueeze(-1))
         scales = [solve_scale(q, p, self.alpha) for q, p in zip(draft, verifier, strict=True)]
         return self._law(draft, verifier, torch.tensor(scales, device=draft.device).unsqueeze(-1))
 

@@ -219,7 +219,7 @@ class Fixed(PositionRule):
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Return the mask, one value a position."""
-        return self.mask.expand(stats.shape)
+        return self.mask.to(stats.device).expand(stats.shape)
 
 
 def _draft_max(stats: Stats, view: View) -> Tensor:

@@ -36,8 +36,8 @@ class TokenRule:
         return self.margin(block) < 0
 
     def replacement(self, block: VerifyBlock) -> Distribution:
-        """Return the distribution that the replaced mass follows: p, at the rule's own temperature."""
-        return _temper(block.verifier, getattr(self, "replacement_temperature", 1.0))
+        """Return the distribution that the replaced mass follows: p."""
+        return block.verifier
 
     def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
         """Return r at the drafted token of each position."""
@@ -53,8 +53,8 @@ class TokenRule:
 
 
 @dataclass(frozen=True)
-class TokenV1(TokenRule):
-    """r(v) = 1 where q°(v) < max p° − α, α in [−1, 1]."""
+class DialledTokenRule(TokenRule):
+    """What Token V1–V3 share: their dial, what they read, and the temperature of the mass that they move."""
 
     alpha: float
     confidence: View = "raw"
@@ -64,25 +64,24 @@ class TokenV1(TokenRule):
         check_dial(self, -1, 1)
         check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
-        draft, verifier = (
-            (block.draft_raw, block.verifier_raw) if self.confidence == "raw" else (block.draft, block.verifier)
-        )
-        return draft.over((verifier.maximum - self.alpha).unsqueeze(-1))
+    def replacement(self, block: VerifyBlock) -> Distribution:
+        """Return p at the rule's own temperature."""
+        return _temper(block.verifier, self.replacement_temperature)
 
 
 @dataclass(frozen=True)
-class TokenV2(TokenRule):
+class TokenV1(DialledTokenRule):
+    """r(v) = 1 where q°(v) < max p° − α, α in [−1, 1]."""
+
+    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
+        draft = block.draft_raw if self.confidence == "raw" else block.draft
+        return draft.over((_verifier(block, self.confidence).maximum - self.alpha).unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class TokenV2(DialledTokenRule):
     """r(v) = 1 where p°(v) < max p° − α, α in [−1, 1]."""
-
-    alpha: float
-    confidence: View = "raw"
-    replacement_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_dial(self, -1, 1)
-        check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
     def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
@@ -90,19 +89,11 @@ class TokenV2(TokenRule):
 
 
 @dataclass(frozen=True)
-class TokenV3(TokenRule):
+class TokenV3(DialledTokenRule):
     """r(v) = 1 where p°(v) < (1 − α)·max p°, α in [−1, 1].
 
     α = 0 is not lossless (the drafter keeps its mass at the verifier's best token); only α < 0 is.
     """
-
-    alpha: float
-    confidence: View = "raw"
-    replacement_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_dial(self, -1, 1)
-        check_range("replacement_temperature", self.replacement_temperature, 0, float("inf"))
 
     def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Replace tokens that the verifier holds less likely than a fraction of its best."""
@@ -128,9 +119,12 @@ class Greedyward(TokenRule):
         return _verifier(block, self.confidence).over_peak(slack=self.alpha)
 
     def replacement(self, block: VerifyBlock) -> Distribution:
-        """Return the one-hot distribution at the verifier's argmax."""
-        verifier = _verifier(block, self.confidence)
-        return Certain(verifier.argmax, verifier.vocab_size)
+        """Return the one-hot distribution at the verifier's argmax; at p's own where that token is banned."""
+        best = _verifier(block, self.confidence).argmax
+        allowed = block.verifier.at(best) > 0
+        if not bool(allowed.all()):
+            best = torch.where(allowed, best, block.verifier.argmax)
+        return Certain(best, block.verifier.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ..checks import check_count
 from ..distribute import join
 from ..drafters import Drafter
 from ..forms import Distribution, distance
@@ -62,8 +63,7 @@ class BiLD(PairLoop):
             raise ValueError(f"fallback: expected a probability in [0, 1], got {fallback!r}")
         if not rollback >= 0:
             raise ValueError(f"rollback: expected a number of nats >= 0, got {rollback!r}")
-        if gamma < 1:
-            raise ValueError(f"gamma: expected an integer >= 1, got {gamma!r}")
+        check_count("gamma", gamma)
         super().__init__(drafter, verifier, vocab_size)
         self.fallback = fallback
         self.rollback = rollback
@@ -79,7 +79,7 @@ class Window:
     """What the drafter wrote after every row.
 
     ``tokens[i]`` holds as many as the longest draft has, of which row i's own are the first ``lengths[i]``; ``unsure``
-    says whether it stopped because of the drafter's doubt. ``law`` ``[B, K]`` (q) and ``calls`` ``[K]`` belong to
+    says whether it stopped because of the drafter's doubt. ``law`` ``[B, K]`` (q) and ``calls`` ``[K][B]`` belong to
     the steps that the batch took.
     """
 
@@ -87,7 +87,7 @@ class Window:
     lengths: list[int]
     unsure: list[bool]
     law: Distribution
-    calls: list[int]
+    calls: list[Sequence[int]]
 
     def steps(self, row: int) -> int:
         """Steps of the drafter that a row asked for: its drafts, and the one that it was unsure of."""
@@ -120,7 +120,7 @@ class BiLDSession:
             blocks.append([*block, last])
             row.rounds += 1
             row.drafted += window.lengths[i]
-            row.drafter_calls += sum(window.calls[: window.steps(i)])
+            row.drafter_calls += sum(calls[i] for calls in window.calls[: window.steps(i)])
             row.verifier_calls += 1
         self._state.rollback([len(row.tokens) + kept for row, kept in zip(rows, accepted, strict=True)])
         return blocks
@@ -134,7 +134,7 @@ class BiLDSession:
         limits = [min(self._owner.gamma, request.stopping.max_new_tokens - len(row.entries)) for row in rows]
         tokens: list[list[int]] = [[] for _ in rows]
         lengths: list[int | None] = [None] * len(rows)
-        unsure, laws, calls = [False] * len(rows), list[Distribution](), list[int]()
+        unsure, laws, calls = [False] * len(rows), list[Distribution](), list[Sequence[int]]()
         luck = torch.zeros(len(rows), 1, dtype=torch.float64)  # greedy: nothing is drawn
         while None in lengths:
             sequences = [[*row.tokens, *new] for row, new in zip(rows, tokens, strict=True)]

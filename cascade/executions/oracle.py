@@ -18,7 +18,7 @@ from ..models import CausalLM
 from ..pair import PairLoop, PairState
 from ..requests import Request, Row
 from ..results import LedgerEntry
-from ..targets import Target, read_target
+from ..targets import Target, check_rule, read_target
 
 __all__ = ["OracleCascade"]
 
@@ -48,8 +48,7 @@ class OracleCascade(PairLoop):
         rule: TargetRule,
         vocab_size: int | None = None,
     ) -> None:
-        if not callable(getattr(rule, "target", None)):
-            raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
+        check_rule(rule)
         super().__init__(drafter, verifier, vocab_size)
         self.rule = rule
 
@@ -92,10 +91,10 @@ class OracleSession:
         tokens = draw(target.dense(), uniforms.to(device))[:, 0].tolist()
         decisions: list[bool] = target.deferred[:, 0].tolist()
         distances = block.stats.tv[:, 0].tolist() if request.ledger else [None] * len(tokens)
-        for row in rows:
+        for row, calls in zip(rows, draft.calls, strict=True):
             row.rounds += 1
             row.drafted += 1
-            row.drafter_calls += draft.calls
+            row.drafter_calls += calls
             row.verifier_calls += 1
         return [
             [LedgerEntry(token, "verifier" if defer else "drafter", defer, tv)]

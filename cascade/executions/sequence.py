@@ -125,11 +125,11 @@ class AnswerSession:
         uniforms = draw_uniforms([row.generator for row in rows], 1)
         draft = draft_one(self._state, [row.tokens for row in rows], uniforms, request.sampling)
         chances = (draft.raw if self._raw else draft.law).at(draft.tokens)[:, 0].tolist()
-        for place, row, chance in zip(self._places, rows, chances, strict=True):
+        for place, row, chance, calls in zip(self._places, rows, chances, draft.calls, strict=True):
             self.log_probs[place] += math.log(chance) if chance > 0 else -math.inf
             row.rounds += 1
             row.drafted += 1
-            row.drafter_calls += draft.calls
+            row.drafter_calls += calls
         return [[LedgerEntry(token, "drafter")] for token in tokens_of(draft)]
 
     def select_rows(self, rows: Sequence[int]) -> None:

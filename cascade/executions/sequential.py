@@ -126,10 +126,10 @@ class SequentialSession:
             written = verifier.sample(uniforms)[:, 0].tolist()
             if request.ledger:
                 distances = distance(verifier, draft.law.to(verifier.device))[:, 0].tolist()
-        for row, defer in zip(rows, deferred, strict=True):
+        for row, defer, calls in zip(rows, deferred, draft.calls, strict=True):
             row.rounds += 1
             row.drafted += 1
-            row.drafter_calls += draft.calls
+            row.drafter_calls += calls
             row.verifier_calls += defer
         return [
             [LedgerEntry(written[i], "verifier", True, distances[i] if distances else None)]

@@ -32,6 +32,8 @@ class GenerateConfig:
         budget: choose the router's α so that at most this share of drafted tokens is rejected.
         alone: let one model write without the other, for comparison: drafter or verifier.
         gamma: how many tokens are drafted at a time.
+        cost_ratio: draft only as long as it pays, a drafter's step costing this share of a verifier's, in (0, 1];
+            --gamma is then the most.
         max_new_tokens: where to stop at the latest.
         temperature: 0 decodes greedily.
         top_p: keep the most probable tokens of this total mass; 1 keeps all.
@@ -57,6 +59,7 @@ class GenerateConfig:
     budget: float | None = None
     alone: str | None = None
     gamma: int = 5
+    cost_ratio: float | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
@@ -108,6 +111,8 @@ def _refuse_idle_options(config: GenerateConfig) -> None:
         raise UsageError("--alpha: a model alone defers to nobody; give --rule or --router")
     if config.alone is not None and config.gamma != GenerateConfig.gamma:
         raise UsageError("--gamma: a model alone drafts nothing; give --rule or --router")
+    if config.alone is not None and config.cost_ratio is not None:
+        raise UsageError("--cost-ratio: a model alone drafts nothing; give --rule or --router")
     if config.json and config.show and config.out is None:
         raise UsageError("cannot take --json and --show together: both write to stdout; choose one, or give --out")
 

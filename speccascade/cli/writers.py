@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cascade import SingleModel, SpeculativeCascade
+from ..cascade import AdaptiveGamma, SingleModel, SpeculativeCascade
 from ..cascade.results import GenerationResult
 from ..data.pairs import Pair, PairConfig, load_pair
 from ..data.prompts import PromptConfig, encode_prompt, end_token_ids
@@ -115,4 +115,5 @@ def _make_model(config: GenerateConfig, pair: Pair, router: LearnedRouter | None
         rule: Any = router
     else:
         rule = rules.get(str(config.rule), **rule_parameters(config))
-    return SpeculativeCascade(pair.drafter, pair.verifier, rule, gamma=config.gamma, vocab_size=pair.vocab_size)
+    gamma = config.gamma if config.cost_ratio is None else AdaptiveGamma(config.cost_ratio, maximum=config.gamma)
+    return SpeculativeCascade(pair.drafter, pair.verifier, rule, gamma=gamma, vocab_size=pair.vocab_size)

@@ -123,3 +123,10 @@ def test_the_nucleus_equals_that_of_a_full_sort(vocab: int, scale: float, top_p:
         got = logits_to_probs(values, Sampling(top_p=top_p))
         assert torch.equal(got > 0, expected > 0)
         torch.testing.assert_close(got, expected)
+
+
+def test_a_token_of_weight_zero_is_not_drawn_at_the_edges() -> None:
+    weights = torch.zeros(1, 150_000)
+    weights[0, [10, 149_990]] = torch.tensor([1e-3, 0.7])
+    for uniform in (0.0, 1e-3 / 0.701, 1 - 2**-53):
+        assert int(draw(weights, torch.tensor([uniform], dtype=torch.float64))) in (10, 149_990)

@@ -5,7 +5,7 @@ import torch
 
 from speccascade.cascade import Sampling, logits_to_probs
 from speccascade.cascade.distribute import distribute, join
-from speccascade.cascade.extremes import plain_second_and_argmax, second_and_argmax
+from speccascade.cascade.extremes import find_argmax, plain_second_largest, second_largest
 from speccascade.cascade.forms import Certain, Distribution, FromLogits, Whole, cross_entropy, distance
 
 B, T = 3, 4
@@ -54,17 +54,17 @@ def test_equals_choose_the_lowest_id_and_leave_no_margin() -> None:
     scores = torch.zeros(2, 3000)
     scores[0, [700, 2999]] = 1.0
     scores[1, 2999] = 1.0
-    for find in (second_and_argmax, plain_second_and_argmax):
-        second, argmax = find(scores)
+    for argmax in (find_argmax(scores), scores.argmax(dim=-1)):
         assert argmax.tolist() == [700, 2999]
+    for second in (second_largest(scores), plain_second_largest(scores)):
         assert second.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("vocab", [1023, 1024, 1025, 4096, 49_152])
 def test_blocks_find_what_a_plain_search_finds(vocab: int) -> None:
     scores = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)  # with equals
-    for fast, plain in zip(second_and_argmax(scores), plain_second_and_argmax(scores), strict=True):
-        assert torch.equal(fast, plain)
+    assert torch.equal(find_argmax(scores), scores.argmax(dim=-1))
+    assert torch.equal(second_largest(scores), plain_second_largest(scores))
 
 
 def test_forms_of_each_temperature() -> None:

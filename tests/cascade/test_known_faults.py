@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from speccascade import rules
 from speccascade.cascade import ModelDrafter, SingleModel, SpeculativeCascade, early_exit, logits_to_probs
+from speccascade.cascade.blocks import TargetRule
 from speccascade.cascade.distributions import Sampling
 from speccascade.cascade.drafters import DraftRequest
 from speccascade.cascade.processing import process_logits
@@ -31,7 +32,7 @@ def test_a_drafted_token_has_the_probability_that_it_was_drawn_with() -> None:
     model, rows, sampling = TableLM(1, 6), 4000, Sampling(0.5, top_k=4)
     state = ModelDrafter(model).start([[1, 2]] * rows)
     uniforms = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    draft = state.propose(DraftRequest([[1, 2]] * rows, 1, uniforms, sampling))
+    draft = state.propose(DraftRequest([[1, 2]] * rows, [1] * rows, uniforms, sampling))
     expected = logits_to_probs(model.table[1, 2], sampling)
     torch.testing.assert_close(draft.law.dense[0, 0], expected)
     torch.testing.assert_close(draft.tokens[:, 0].bincount(minlength=6) / rows, expected, atol=0.03, rtol=0)
@@ -231,3 +232,29 @@ def test_rates_stay_within_one_and_name_their_denominators() -> None:
     assert stats.acceptance_rate == 1
     assert stats.examined == 23
     assert stats.new_tokens == 30
+
+
+@pytest.mark.parametrize("rule", [rules.Greedyward(0.05), rules.TokenV2(0.05), rules.OPT(0.2)])
+def test_a_banned_token_is_never_emitted_whatever_the_rule(rule: TargetRule) -> None:
+    """A rule may read the verifier's raw confidence, and still must not move mass to a token that is banned."""
+    drafter, verifier = TableLM(1, 5), TableLM(2, 5)
+    banned = int(verifier.logits_after([1, 3]).argmax())
+    cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, rule, gamma=3)
+    for temperature in (0.0, 1.0):
+        out = cascade.generate(
+            torch.tensor([[1, 3]]).expand(40, -1),
+            max_new_tokens=6, temperature=temperature, seed=0, suppress_tokens=[banned],
+        )  # fmt: skip
+        assert banned not in out.sequences[:, 2:].flatten().tolist()
+
+
+@pytest.mark.parametrize("setting", ["suppress_tokens", "bad_words_ids"])
+@pytest.mark.parametrize("token", [-1, 5])
+def test_banned_ids_outside_the_vocabulary_are_refused(setting: str, token: int) -> None:
+    drafter, verifier = TableLM(1, 5), TableLM(2, 5)
+    value = [token] if setting == "suppress_tokens" else [[1, token]]
+    with pytest.raises(ValueError, match=rf"{setting}: expected token ids from 0 to 4, got"):
+        SpeculativeCascade(ModelDrafter(drafter), verifier, rules.SpecDecode()).generate(
+            torch.tensor([[1, 3]]),
+            **{setting: value},  # type: ignore[arg-type]
+        )

@@ -29,6 +29,7 @@ def test_lossless_and_verifier_alone_write_the_same(generate) -> None:
     assert code == 0
     assert cascade.strip()
     assert generate("tom has 3", "--alone", "verifier") == (0, cascade, "")
+    assert generate("tom has 3", "--rule", "specdecode", "--cost-ratio", "0.4") == (0, cascade, "")
 
 
 def test_seeds_repeat(generate) -> None:
@@ -95,6 +96,8 @@ def test_out_writes_text_and_the_resolved_config(generate, tmp_path) -> None:
         (["x", "--alone=drafter", "--rule-options.weight=0.5"], "--rule-options: only a rule takes them"),
         (["x", "--alone=drafter", "--alpha=0.3"], "--alpha: a model alone defers to nobody"),
         (["x", "--alone=verifier", "--gamma=3"], "--gamma: a model alone drafts nothing"),
+        (["x", "--alone=verifier", "--cost-ratio=0.3"], "--cost-ratio: a model alone drafts nothing"),
+        (["x", "--rule=specdecode", "--cost-ratio=2"], "cost_ratio: expected a number in (0, 1], got 2"),
         (["x"], "nobody decides: give --rule, --router or --alone"),
     ],
 )
