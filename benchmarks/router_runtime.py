@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from speccascade.cascade import Stats, VerifyBlock
+from speccascade.cascade.forms import Whole
 from speccascade.eval.provenance import describe_machine, describe_run
 from speccascade.router import rules
 from speccascade.router.bundle import save_bundle
@@ -95,13 +96,19 @@ def build_candidates(directory: Path, positions: int, vocab: int) -> Candidates:
 
 
 def random_block(positions: int, vocab: int) -> VerifyBlock:
+    """A block at temperature 1 as the engine holds it: probabilities beside their logits."""
     generator = torch.Generator().manual_seed(0)
-    draft, verifier = torch.randn(2, 1, positions, vocab, generator=generator).mul(3).softmax(dim=-1)
-    return VerifyBlock.from_probs(draft, verifier)
+    draft, verifier = (
+        Whole(one.softmax(-1), one) for one in torch.randn(2, 1, positions, vocab, generator=generator) * 6
+    )
+    tokens = torch.zeros(1, positions, dtype=torch.long)
+    return VerifyBlock(draft, draft, verifier, verifier, tokens, tokens)
 
 
 def fresh(block: VerifyBlock) -> Stats:
-    return Stats(block.draft_probs, block.verifier_probs, block.draft_confidence, block.verifier_confidence)
+    """The block's statistics with nothing computed yet."""
+    draft, verifier = (Whole(side.dense, side.logits) for side in (block.draft, block.verifier))
+    return Stats(draft, verifier, draft, verifier)
 
 
 def read_statistics(block: VerifyBlock, feature_set: str) -> None:

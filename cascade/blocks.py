@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .forms import Distribution, as_distribution
+from .forms import Distribution, as_distribution, view_sides
 from .statistics import Stats
 
 __all__ = ["TargetRule", "VerifyBlock"]
@@ -89,6 +89,14 @@ class VerifyBlock:
     def verifier_confidence(self) -> Float[Tensor, "B T V"]:
         """p°, whole."""
         return self.verifier_raw.dense
+
+    def pick(self, places: Int[Tensor, "B"]) -> "VerifyBlock":
+        """One position of each sequence, as a block of ``[B, 1]``."""
+        draft, draft_raw = view_sides(self.draft, self.draft_raw, lambda side: side.pick(places))
+        verifier, verifier_raw = view_sides(self.verifier, self.verifier_raw, lambda side: side.pick(places))
+        index = places.unsqueeze(1)
+        tokens, positions = self.tokens.gather(1, index), self.positions.gather(1, index)
+        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions)
 
     def raw(self) -> "VerifyBlock":
         """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p."""

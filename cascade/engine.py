@@ -8,7 +8,7 @@ emitted token is π; a bonus token after a fully accepted block follows p (``bon
 Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from .blocks import TargetRule, VerifyBlock
 from .checks import check_count
 from .distributions import Sampling, draw, draw_uniforms
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
-from .forms import Distribution, Whole
+from .forms import Distribution, Whole, view_sides
 from .models import CausalLM, PrefixState
 from .pace import AdaptiveGamma, Pacer
 from .pair import PairLoop, score
@@ -153,20 +153,20 @@ class SpeculativeCascade(PairLoop):
         device, length = self.verifier.device, draft.tokens.shape[1]
         drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
         verifier, verifier_raw = score(self.verifier, verify_state, drafted, sampling, length + 1)
-        q, q_raw = _each(draft.law, draft.raw, lambda side: side.to(device))
-        p, p_raw = _each(verifier, verifier_raw, lambda side: side.first(length))
+        q, q_raw = view_sides(draft.law, draft.raw, lambda side: side.to(device))
+        p, p_raw = view_sides(verifier, verifier_raw, lambda side: side.first(length))
         starts = torch.tensor([[len(row)] for row in rows], device=device)
         block = VerifyBlock(
-            *_each(q, q_raw, lambda side: side.first(length)),
+            *view_sides(q, q_raw, lambda side: side.first(length)),
             p,
             p_raw,
             tokens=draft.tokens.to(device),
             positions=starts + torch.arange(length, device=device),
         )
         ends = torch.tensor(list(draft.lengths), device=device)
-        p, p_raw = _each(verifier, verifier_raw, lambda side: side.pick(ends))
+        p, p_raw = view_sides(verifier, verifier_raw, lambda side: side.pick(ends))
         if q.shape[1] > length:
-            q, q_raw = _each(q, q_raw, lambda side: side.pick(ends))
+            q, q_raw = view_sides(q, q_raw, lambda side: side.pick(ends))
         else:
             q, q_raw = p, p_raw
         after = VerifyBlock(q, q_raw, p, p_raw, torch.zeros_like(starts), positions=starts + ends.unsqueeze(1))
@@ -281,14 +281,6 @@ class CascadeSession:
     def _emitted(self, target: Target, block: VerifyBlock, after: VerifyBlock) -> Float[Tensor, "B D V"]:
         law = emission_law(target.dense(), block.draft_probs)
         return torch.cat([law, self._cascade.bonus_law(after).dense], dim=1)
-
-
-def _each(
-    law: Distribution, raw: Distribution, view: Callable[[Distribution], Distribution]
-) -> tuple[Distribution, Distribution]:
-    """View both sides of one model; where they are one and the same they stay so, and nothing is computed twice."""
-    viewed = view(law)
-    return viewed, viewed if raw is law else view(raw)
 
 
 def _block_entries(round_: Round, with_tv: bool) -> list[list[LedgerEntry]]:

@@ -9,7 +9,7 @@ Shapes: ``*batch`` any leading axes (``[B, T]`` in the engine), ``V`` token.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "as_distribution",
     "cross_entropy",
     "distance",
+    "view_sides",
 ]
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -94,10 +95,6 @@ class Distribution(ABC):
     def over(self, bar: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch V"]:
         """Return how far each probability lies above a bar, as a table of its own."""
         return self.dense - bar
-
-    def over_peak(self, share: float = 1.0, slack: float = 0.0) -> Float[Tensor, "*batch V"]:
-        """Return how far each probability lies above ``share`` of the largest less ``slack``, likewise."""
-        return self.over((share * self.maximum - slack).unsqueeze(-1))
 
     def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Return one position of each row of a ``[B, T]`` distribution, whole."""
@@ -207,11 +204,6 @@ class FromLogits(Distribution):
         """Return how far each probability lies above a bar, as a table of its own; no other is kept."""
         return logits_to_probs(self.logits).sub_(bar)
 
-    def over_peak(self, share: float = 1.0, slack: float = 0.0) -> Float[Tensor, "*batch V"]:
-        """Return how far each probability lies above ``share`` of the largest less ``slack``, likewise."""
-        probs = logits_to_probs(self.logits)
-        return probs.sub_(share * probs.amax(dim=-1, keepdim=True) - slack)
-
     @cached_property
     def maximum(self) -> Float[Tensor, "*batch"]:
         """Largest probability."""
@@ -238,6 +230,8 @@ class FromLogits(Distribution):
 
     def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Return the probability of one token a position."""
+        if "dense" in vars(self):  # to the bit what a comparison with the whole table sees
+            return self.dense.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         logit = self.logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
         return (logit - self.logits.amax(dim=-1).float()).exp() * self.maximum
 
@@ -329,6 +323,14 @@ class Certain(Distribution):
 def as_distribution(probs: Tensor | Distribution) -> Distribution:
     """Hold a table of probabilities as a distribution; pass anything else on."""
     return Whole(probs) if isinstance(probs, Tensor) else probs
+
+
+def view_sides(
+    law: Distribution, raw: Distribution, view: Callable[[Distribution], Distribution]
+) -> tuple[Distribution, Distribution]:
+    """View both sides of one model; where they are one and the same they stay so, and nothing is computed twice."""
+    viewed = view(law)
+    return viewed, viewed if raw is law else view(raw)
 
 
 def distance(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:

@@ -16,10 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .blocks import TargetRule, VerifyBlock
-from .distributions import row_slices
-from .forms import Certain, Distribution
+from .forms import Distribution
 
-__all__ = ["Moved", "Plain", "Switched", "Target", "check_rule", "read_target"]
+__all__ = ["Moved", "MovingRule", "Plain", "Switched", "Target", "check_rule", "read_target"]
 
 
 @runtime_checkable
@@ -68,52 +67,65 @@ class Switched:
         return torch.where(self.deferred.unsqueeze(-1), self.block.verifier_probs, self.block.draft_probs)
 
 
+@runtime_checkable
+class MovingRule(Protocol):
+    """A rule that moves the drafter's mass at some tokens over to another distribution."""
+
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
+        """Return a distribution and a bar a position: r(v) = 1 where v lies below the bar."""
+        ...
+
+    def replacement(self, block: VerifyBlock) -> Distribution:
+        """Return s, which the moved mass follows."""
+        ...
+
+
+@dataclass(frozen=True)
 class Moved:
     """π(v) = q(v)(1 − r(v)) + η·s(v), η = Σ r(v)q(v): the drafter's mass at some tokens moved over to s.
 
-    Args:
-        block: what was drafted.
-        margin: r(v) = 1 where it is below zero ``[B, T, V]``; it is taken over, not copied.
-        replacement: s.
+    A draft with r = 0 is accepted for sure, so the vocabulary is looked over only where the drafted token has r = 1.
     """
 
-    def __init__(self, block: VerifyBlock, margin: Float[Tensor, "B T V"], replacement: Distribution) -> None:
-        self.block, self.replacement = block, replacement
-        # Numbers, not truth values: a CPU multiplies several times faster than it chooses.
-        self._replaced = margin.sign_().clamp_max_(0).neg_()
-
-    @cached_property
-    def eta(self) -> Float[Tensor, "B T"]:
-        """The mass that is moved."""
-        draft = self.block.draft
-        if isinstance(draft, Certain):
-            return self._replaced_at(draft.argmax)
-        probs, replaced = draft.dense.flatten(0, 1), self._replaced.flatten(0, 1)
-        return torch.cat([(probs[rows] * replaced[rows]).sum(dim=-1) for rows in row_slices(probs)]).view(draft.shape)
+    block: VerifyBlock
+    rule: MovingRule
 
     @cached_property
     def deferred(self) -> Bool[Tensor, "B T"]:
         """r at the drafted token of each position."""
-        return self._replaced_at(self.block.tokens) > 0
+        scores, bar = self.rule.compare(self.block)
+        return scores.at(self.block.tokens) < bar
 
     def at_tokens(self) -> Float[Tensor, "B T"]:
-        """Return π(x) at the drafted tokens."""
-        tokens = self.block.tokens
-        return torch.where(self.deferred, 0, self.block.draft.at(tokens)) + self.eta * self.replacement.at(tokens)
+        """Return π(x) = η·s(x) at the drafted tokens with r = 1; elsewhere q(x), below which π(x) does not fall."""
+        kept = self.block.draft.at(self.block.tokens)
+        columns = []
+        for place, deferred in enumerate(self.deferred.unbind(1)):
+            column = kept[:, place]
+            if bool(deferred.any()):
+                part = self.block.pick(torch.full_like(self.block.tokens[:, 0], place))
+                mass = (part.draft.dense * self._replaced(part)).sum(dim=-1)
+                moved = mass * self.rule.replacement(part).at(part.tokens)
+                column = torch.where(deferred, moved[:, 0], column)
+            columns.append(column)
+        return torch.stack(columns, dim=1)
 
     def row(self, places: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Return π whole at one position of each sequence."""
-        index = torch.arange(len(places), device=places.device), places
-        draft, moved = self.block.draft.row(places), self._replaced[index]
-        return draft - draft * moved + self.eta[index].unsqueeze(-1) * self.replacement.row(places)
+        return self._law(self.block.pick(places))[:, 0]
 
     def dense(self) -> Float[Tensor, "B T V"]:
         """Return π whole."""
-        draft = self.block.draft_probs
-        return draft - draft * self._replaced + self.eta.unsqueeze(-1) * self.replacement.dense
+        return self._law(self.block)
 
-    def _replaced_at(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        return self._replaced.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    def _law(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        moved = block.draft.dense * self._replaced(block)
+        return block.draft.dense - moved + moved.sum(dim=-1, keepdim=True) * self.rule.replacement(block).dense
+
+    def _replaced(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """r as numbers, not truth values: a CPU multiplies several times faster than it chooses."""
+        scores, bar = self.rule.compare(block)
+        return scores.over(bar.unsqueeze(-1)).sign_().clamp_max_(0).neg_()
 
 
 @dataclass(frozen=True)

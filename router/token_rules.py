@@ -27,13 +27,14 @@ __all__ = ["Ensemble", "Greedyward", "TokenV1", "TokenV2", "TokenV3", "TopK", "T
 class TokenRule:
     """What the token rules share: from the replaced set r to the target."""
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Return how far each token lies above the rule's bar; below zero its mass goes to the verifier (r(v) = 1)."""
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
+        """Return a distribution and a bar a position: r(v) = 1, so that mass is moved, where v lies below the bar."""
         raise AssertionError(f"{type(self).__name__} must decide")
 
     def replaced(self, block: VerifyBlock) -> Bool[Tensor, "B T V"]:
-        """Return r: whether the drafter's mass at each token goes to the verifier."""
-        return self.margin(block) < 0
+        """Return r: whether the drafter's mass at each token is moved."""
+        scores, bar = self.compare(block)
+        return scores.dense < bar.unsqueeze(-1)
 
     def replacement(self, block: VerifyBlock) -> Distribution:
         """Return the distribution that the replaced mass follows: p."""
@@ -45,7 +46,7 @@ class TokenRule:
 
     def decide(self, block: VerifyBlock) -> Moved:
         """Return π as verification reads it."""
-        return Moved(block, self.margin(block), self.replacement(block))
+        return Moved(block, self)
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""
@@ -73,19 +74,20 @@ class DialledTokenRule(TokenRule):
 class TokenV1(DialledTokenRule):
     """r(v) = 1 where q°(v) < max p° − α, α in [−1, 1]."""
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
         """Replace tokens that the drafter holds less likely than the verifier's best, by α."""
         draft = block.draft_raw if self.confidence == "raw" else block.draft
-        return draft.over((_verifier(block, self.confidence).maximum - self.alpha).unsqueeze(-1))
+        return draft, _verifier(block, self.confidence).maximum - self.alpha
 
 
 @dataclass(frozen=True)
 class TokenV2(DialledTokenRule):
     """r(v) = 1 where p°(v) < max p° − α, α in [−1, 1]."""
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
-        return _verifier(block, self.confidence).over_peak(slack=self.alpha)
+        verifier = _verifier(block, self.confidence)
+        return verifier, verifier.maximum - self.alpha
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,10 @@ class TokenV3(DialledTokenRule):
     α = 0 is not lossless (the drafter keeps its mass at the verifier's best token); only α < 0 is.
     """
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
         """Replace tokens that the verifier holds less likely than a fraction of its best."""
-        return _verifier(block, self.confidence).over_peak(share=1 - self.alpha)
+        verifier = _verifier(block, self.confidence)
+        return verifier, (1 - self.alpha) * verifier.maximum
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,10 @@ class Greedyward(TokenRule):
     def __post_init__(self) -> None:
         check_dial(self, 0, 1)
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
         """Replace tokens that the verifier holds less likely than its best, by α."""
-        return _verifier(block, self.confidence).over_peak(slack=self.alpha)
+        verifier = _verifier(block, self.confidence)
+        return verifier, verifier.maximum - self.alpha
 
     def replacement(self, block: VerifyBlock) -> Distribution:
         """Return the one-hot distribution at the verifier's argmax; at p's own where that token is banned."""
@@ -138,16 +142,16 @@ class Typical(TokenRule):
         check_range("epsilon", self.epsilon, 0, 1)
         check_range("delta", self.delta, 0, float("inf"))
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
         """Replace tokens that are untypical for the verifier."""
         typical = (self.delta * (-block.stats.verifier_entropy).exp()).clamp_max(self.epsilon)
-        just_above = torch.nextafter(typical, torch.ones_like(typical))  # replaced too is what lies at the bar itself
-        return block.verifier_raw.over(just_above.unsqueeze(-1))
+        # What lies at the bar itself is replaced too.
+        return block.verifier_raw, torch.nextafter(typical, torch.ones_like(typical))
 
 
 @dataclass(frozen=True)
 class TopK(TokenRule):
-    """r(v) = 1 where v is not among the verifier's k most probable tokens."""
+    """r(v) = 1 where v is less probable than the verifier's k-th most probable token."""
 
     k: int
 
@@ -156,11 +160,10 @@ class TopK(TokenRule):
         if self.k != int(self.k):
             raise ValueError(f"k: expected an integer, got {self.k!r}")
 
-    def margin(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+    def compare(self, block: VerifyBlock) -> tuple[Distribution, Float[Tensor, "B T"]]:
         """Replace tokens outside the verifier's top k."""
-        verifier = block.verifier_confidence
-        top = verifier.topk(min(int(self.k), verifier.shape[-1]), dim=-1).indices
-        return torch.full_like(verifier, -1.0).scatter_(-1, top, 0.0)
+        verifier = block.verifier_raw
+        return verifier, verifier.dense.topk(min(int(self.k), verifier.vocab_size), dim=-1).values[..., -1]
 
 
 @dataclass(frozen=True)
