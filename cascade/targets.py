@@ -104,8 +104,8 @@ class Moved:
             column = kept[:, place]
             if bool(deferred.any()):
                 part = self.block.pick(torch.full_like(self.block.tokens[:, 0], place))
-                mass = (part.draft.dense * self._replaced(part)).sum(dim=-1)
-                moved = mass * self.rule.replacement(part).at(part.tokens)
+                eta = -self._taken(part).sum(dim=-1)
+                moved = eta * self.rule.replacement(part).at(part.tokens)
                 column = torch.where(deferred, moved[:, 0], column)
             columns.append(column)
         return torch.stack(columns, dim=1)
@@ -119,13 +119,13 @@ class Moved:
         return self._law(self.block)
 
     def _law(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        moved = block.draft.dense * self._replaced(block)
-        return block.draft.dense - moved + moved.sum(dim=-1, keepdim=True) * self.rule.replacement(block).dense
+        taken = self._taken(block)
+        return block.draft.dense + taken - taken.sum(dim=-1, keepdim=True) * self.rule.replacement(block).dense
 
-    def _replaced(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """r as numbers, not truth values: a CPU multiplies several times faster than it chooses."""
+    def _taken(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
+        """−r(v)q(v), with r as numbers, not truth values: a CPU multiplies several times faster than it chooses."""
         scores, bar = self.rule.compare(block)
-        return scores.over(bar.unsqueeze(-1)).sign_().clamp_max_(0).neg_()
+        return scores.over(bar.unsqueeze(-1)).sign_().clamp_max_(0).mul_(block.draft.dense)
 
 
 @dataclass(frozen=True)
