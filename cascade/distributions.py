@@ -20,12 +20,14 @@ __all__ = [
     "draw_uniforms",
     "logits_to_probs",
     "one_hot_argmax",
+    "plain_draw",
     "residual",
     "row_slices",
     "total_variation",
 ]
 
 
+_BLOCK = 256  # tokens that a first look takes together
 _CHUNK = 1 << 18  # elements worked on at once on a CPU
 _NUCLEUS_SIZES = (512, 16_384)  # tokens put in order at first, then if those did not reach
 
@@ -142,14 +144,39 @@ def residual(
 def draw(probs: Float[Tensor, "*batch V"], uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
     """Draw one token a row by inverse CDF from one uniform in [0, 1) each; weights need not sum to one.
 
-    A token of weight zero is never drawn.
+    A token of weight zero is never drawn. On a CPU a large vocabulary is summed by blocks first, and looked through in
+    the one block that holds the point; `plain_draw` is the plain form.
     """
+    if probs.device.type != "cpu" or probs.shape[-1] < 4 * _BLOCK:
+        return plain_draw(probs, uniforms)
+    flat = probs.reshape(-1, probs.shape[-1])
+    count = flat.shape[-1] // _BLOCK
+    sums = flat[:, : count * _BLOCK].unflatten(1, (count, _BLOCK)).sum(dim=-1)
+    sums = torch.cat([sums, flat[:, count * _BLOCK :].sum(dim=-1, keepdim=True)], dim=1).double()
+    cumulative = sums.cumsum(dim=-1)
+    points = _below(cumulative, uniforms.reshape(-1, 1) * cumulative[:, -1:])
+    # A row without any weight has no token to draw; what it gives is of no meaning.
+    block = torch.searchsorted(cumulative, points, right=True).clamp_max_(count)
+    index = block * _BLOCK + torch.arange(_BLOCK)
+    inside = flat.gather(1, index.clamp_max(flat.shape[-1] - 1)).masked_fill(index >= flat.shape[-1], 0)
+    within = inside.cumsum(dim=-1, dtype=torch.float64)
+    rest = (points - (cumulative - sums).gather(1, block)).clamp_min(0)
+    place = torch.searchsorted(within, _below(within, rest), right=True)
+    return (block * _BLOCK + place).view(probs.shape[:-1])
+
+
+def plain_draw(probs: Float[Tensor, "*batch V"], uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+    """Draw what `draw` draws from the sums over every token."""
     # Sums of single precision may fall where they should stay, and so make room for a token of weight zero.
     cumulative = probs.cumsum(dim=-1, dtype=torch.float32 if probs.device.type == "mps" else torch.float64)
-    total = cumulative[..., -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    points = torch.minimum(uniforms.to(total).unsqueeze(-1) * total, below_total)
+    points = _below(cumulative, uniforms.to(cumulative).unsqueeze(-1) * cumulative[..., -1:])
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+
+
+def _below(cumulative: Tensor, points: Tensor) -> Tensor:
+    """Keep points under the last of the cumulative sums, so that each falls on a token with weight."""
+    total = cumulative[..., -1:]
+    return torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def draw_uniforms(generators: Sequence[torch.Generator], count: int) -> Float[Tensor, "B count"]:

@@ -7,7 +7,15 @@ import torch
 from scipy.stats import chi2
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from speccascade.cascade.distributions import Sampling, draw, draw_uniforms, logits_to_probs, residual, total_variation
+from speccascade.cascade.distributions import (
+    Sampling,
+    draw,
+    draw_uniforms,
+    logits_to_probs,
+    plain_draw,
+    residual,
+    total_variation,
+)
 
 
 def some_logits(rows: int = 50, vocab: int = 31, seed: int = 0) -> torch.Tensor:
@@ -130,3 +138,37 @@ def test_a_token_of_weight_zero_is_not_drawn_at_the_edges() -> None:
     weights[0, [10, 149_990]] = torch.tensor([1e-3, 0.7])
     for uniform in (0.0, 1e-3 / 0.701, 1 - 2**-53):
         assert int(draw(weights, torch.tensor([uniform], dtype=torch.float64))) in (10, 149_990)
+
+
+@pytest.mark.parametrize("vocab", [1023, 1024, 1025, 49_152, 151_936])
+def test_blocks_draw_what_a_plain_search_draws(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    probs = logits_to_probs(torch.randn(5, 40 if vocab < 2000 else 4, vocab, generator=generator) * 4)
+    probs[..., ::3] = 0
+    uniforms = torch.rand(probs.shape[:-1], generator=generator, dtype=torch.float64)
+    tokens = draw(probs, uniforms)
+    assert torch.equal(tokens, plain_draw(probs, uniforms))
+    assert (probs.gather(-1, tokens.unsqueeze(-1)) > 0).all()
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    for edge in edges:
+        ends = draw(probs, torch.full_like(uniforms, edge))
+        assert (probs.gather(-1, ends.unsqueeze(-1)) > 0).all()
+
+
+def test_blocks_follow_their_weights() -> None:
+    """Twelve tokens with weight, spread over the blocks of a large vocabulary: false alarms have odds of 1e-6."""
+    places = torch.arange(12) * 97 + 5
+    weights = torch.zeros(1, 1200)
+    weights[0, places] = torch.linspace(0.1, 1.2, 12)
+    draws = 20_000
+    uniforms = torch.rand(draws, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    counts = draw(weights.expand(draws, -1), uniforms).bincount(minlength=1200)[places].double()
+    expected = weights[0, places].double() / weights.double().sum() * draws
+    assert counts.sum() == draws
+    assert float(((counts - expected) ** 2 / expected).sum()) < chi2.ppf(1 - 1e-6, df=11)
+
+
+def test_a_row_without_weight_disturbs_no_other() -> None:
+    weights = torch.zeros(2, 5000)
+    weights[1, 4321] = 1.0
+    assert int(draw(weights, torch.tensor([0.5, 0.5], dtype=torch.float64))[1]) == 4321
