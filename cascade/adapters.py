@@ -19,6 +19,8 @@ def as_language_model(model: PreTrainedModel | CausalLM, vocab_size: int) -> Cau
     if isinstance(model, PreTrainedModel):
         adapt = EncoderDecoderLM if model.config.is_encoder_decoder else TransformersLM
         return adapt(model, vocab_size)
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"verifier: expected a transformers model or a CausalLM, got {type(model).__name__}")
     _check_vocabulary(model, vocab_size)
     return model
 
@@ -27,6 +29,8 @@ def as_drafter(drafter: PreTrainedModel | Drafter, vocab_size: int) -> Drafter:
     """Let a Hugging Face model draft; pass anything else on."""
     if isinstance(drafter, PreTrainedModel):
         return ModelDrafter(as_language_model(drafter, vocab_size))
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter: expected a transformers model or a Drafter, got {type(drafter).__name__}")
     _check_vocabulary(drafter, vocab_size)
     return drafter
 

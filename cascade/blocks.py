@@ -117,5 +117,8 @@ class TargetRule(Protocol):
     """
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
-        """Return π ``[B, T, V]``; it may depend on q, p and the position, never on the drafted tokens."""
+        """Return π ``[B, T, V]``; it may depend on q, p and the position, never on the drafted tokens.
+
+        The block is the engine's own and must stay as it is: π is written to a tensor of its own.
+        """
         ...

@@ -37,6 +37,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name}: recurrent or other special layers{kinds} cannot be rolled back after a rejected draft"
         )
+    config = model.config.get_text_config()
+    if "local" in (getattr(config, "attention_layers", None) or ()) or config.model_type == "moshi":
+        raise ValueError(
+            f"{name}: {type(model).__name__} keeps an attention window of its own beside the mask that it is given"
+        )
     refuse_attention(model)
 
 

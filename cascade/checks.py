@@ -1,6 +1,6 @@
 """Checks of arguments that several modules share."""
 
-__all__ = ["check_count"]
+__all__ = ["check_count", "check_number"]
 
 
 def check_count(name: str, value: object) -> None:
@@ -9,5 +9,15 @@ def check_count(name: str, value: object) -> None:
     Raises:
         ValueError: the message names the argument and what came.
     """
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise unless ``value`` is an integer or a float, as a text from a file or a command line is not.
+
+    Raises:
+        ValueError: the message names the argument and what came.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected a number, got {value!r}")

@@ -87,7 +87,7 @@ def generate(
         logits_processor: what transformers built from the settings; a processor of one's own is refused.
         stopping_criteria: likewise.
         generation_config: the settings, as transformers prepared them.
-        synced_gpus: refused where true.
+        synced_gpus: refused where true; transformers itself drops it before it calls.
         streamer: takes the prompt and then the tokens of each round; one prompt only.
         drafter: a Hugging Face model or any `Drafter`.
         rule: whose target each token follows; default: the verifier's own distribution.

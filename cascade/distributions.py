@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .checks import check_number
+
 __all__ = [
     "Sampling",
     "check_finite",
@@ -55,6 +57,10 @@ class Sampling:
     suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            check_number(name, getattr(self, name))
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool):
+            raise ValueError(f"top_k: expected an integer >= 0 (0 keeps every token), got {self.top_k!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: expected a finite number >= 0, got {self.temperature!r}")
         if 0 < self.temperature < 1e-4:
@@ -68,7 +74,7 @@ class Sampling:
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty: expected a finite number > 0, got {self.repetition_penalty!r}")
         if not all(self.bad_words):
-            raise ValueError("bad_words: expected sequences of at least one token, got an empty one")
+            raise ValueError("bad_words_ids: expected sequences of at least one token, got an empty one")
 
     @property
     def reads_history(self) -> bool:

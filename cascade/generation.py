@@ -125,6 +125,7 @@ class GenerationLoop(ABC):
             ledger,
             self.decoder_start,
         )
+        input_ids = input_ids.long()  # smaller types could not hold every token
         started = time.perf_counter()
         session = self.open_session(request.prompts)
         if self.decoder_start is not None:

@@ -80,6 +80,11 @@ def check_request(
     Raises:
         ValueError: an argument out of range or of another shape; the message names it.
     """
+    for name, tensor in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: expected a tensor [B, L], got {type(tensor).__name__}")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: expected integers, got {input_ids.dtype}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids: expected prompts [B, L] with B, L >= 1, got shape {tuple(input_ids.shape)}")
     if streamer is not None and input_ids.shape[0] != 1:
@@ -99,6 +104,8 @@ def check_request(
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ValueError(f"{name}: expected token ids, which are integers, got {list(ids)!r}")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
 
@@ -171,7 +178,11 @@ def _row_generators(seed: int | Sequence[int] | None, count: int) -> list[torch.
         for generator in generators:
             generator.seed()
         return generators
+    if not isinstance(seed, int | Sequence) or isinstance(seed, str):
+        raise ValueError(f"seed: expected an integer or a list of them, got {seed!r}")
     seeds = [seed + row for row in range(count)] if isinstance(seed, int) else list(seed)
+    if not all(isinstance(value, int) and -(2**63) <= value < 2**64 for value in seeds):
+        raise ValueError(f"seed: expected integers of 64 bits, got {seed!r}")
     if len(seeds) != count:
         raise ValueError(f"seed: expected an integer or one for each of {count} prompts, got {len(seeds)}")
     for generator, value in zip(generators, seeds, strict=True):

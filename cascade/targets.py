@@ -160,6 +160,8 @@ def check_rule(rule: object) -> None:
     Raises:
         ValueError: an object without ``target(block)``.
     """
+    if isinstance(rule, type):
+        raise ValueError(f"rule: expected an object such as {rule.__name__}(...), got the class {rule.__name__}")
     if not callable(getattr(rule, "target", None)):
         raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
 
@@ -174,11 +176,15 @@ def read_target(rule: TargetRule, block: VerifyBlock) -> Target:
         decided: Target = rule.decide(block)  # type: ignore[attr-defined]
         return decided
     target = rule.target(block)
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(f"rule {rule!r}: expected a target of floating-point numbers, got {got}")
     expected = (*block.tokens.shape, block.draft_probs.shape[-1])
     if tuple(target.shape) != expected:
         raise ValueError(f"rule {rule!r}: expected a target of shape {expected}, got {tuple(target.shape)}")
-    if not bool((target.amin() >= 0) & target.sum().isfinite()):
-        raise ValueError(f"rule {rule!r}: expected a target of finite values >= 0")
+    mass = target.sum(dim=-1)
+    if not bool((target.amin() >= 0) & mass.isfinite().all() & (mass > 0).all()):
+        raise ValueError(f"rule {rule!r}: expected a target of finite values >= 0, not all zero at any position")
     defer_mask = getattr(rule, "defer_mask", None)
     return Plain(block, target, None if defer_mask is None else defer_mask(block))
 

@@ -12,6 +12,8 @@ __all__ = ["check_choice", "check_range", "nearest", "unknown_name"]
 
 def check_range(name: str, value: float, low: float, high: float, *, below_high: bool = False) -> None:
     """Raise ValueError unless ``low <= value <= high`` (``< high`` with ``below_high``) and the value is finite."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"{name}: expected a number, got {value!r}")
     inside = math.isfinite(value) and low <= value and (value < high if below_high else value <= high)
     if inside:
         return

@@ -148,3 +148,14 @@ def test_models_without_position_ids_are_refused_by_name() -> None:
     bloom = transformers.BloomForCausalLM(config)
     with pytest.raises(ValueError, match=r"BloomForCausalLM.*position_ids"):
         SingleModel(bloom)
+
+
+def test_a_model_that_keeps_a_window_of_its_own_is_refused() -> None:
+    settings = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4}
+    local, world = (
+        transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(attention_types=[[kinds, 1]], **settings))
+        for kinds in (["global", "local"], ["global", "global"])
+    )
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM keeps an attention window of its own"):
+        SingleModel(local)
+    assert SingleModel(world).vocab_size == VOCAB

@@ -8,11 +8,20 @@ import torch
 from transformers import LlamaForCausalLM
 
 from speccascade import rules
-from speccascade.cascade import ModelDrafter, SingleModel, SpeculativeCascade, early_exit, logits_to_probs
-from speccascade.cascade.blocks import TargetRule
+from speccascade.cascade import (
+    ModelDrafter,
+    SingleModel,
+    SpeculativeCascade,
+    VerifyBlock,
+    early_exit,
+    logits_to_probs,
+)
+from speccascade.cascade.blocks import TargetRule, VerifyBlock
+from speccascade.cascade.checks import check_count, check_number
 from speccascade.cascade.distributions import Sampling
 from speccascade.cascade.drafters import DraftRequest
 from speccascade.cascade.processing import process_logits
+from speccascade.cascade.targets import check_rule
 
 from .conftest import RecordingLM, TableLM
 
@@ -258,3 +267,24 @@ def test_banned_ids_outside_the_vocabulary_are_refused(setting: str, token: int)
             torch.tensor([[1, 3]]),
             **{setting: value},  # type: ignore[arg-type]
         )
+
+
+class AllZero:
+    def target(self, block: VerifyBlock) -> torch.Tensor:
+        return torch.zeros_like(block.verifier_probs)
+
+
+def test_rules_that_say_nothing_are_refused(tiny_llama: Build) -> None:
+    drafter, verifier = pair(tiny_llama)
+    with pytest.raises(ValueError, match="not all zero at any position"):
+        SpeculativeCascade(drafter, verifier, AllZero()).generate(PROMPT)
+    with pytest.raises(ValueError, match=r"rule: expected an object such as OPT\(\.\.\.\), got the class OPT"):
+        check_rule(rules.OPT)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, [1.0]])
+def test_what_is_no_number_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match="temperature: expected a number, got"):
+        check_number("temperature", value)
+    with pytest.raises(ValueError, match="gamma: expected an integer >= 1, got"):
+        check_count("gamma", value)
