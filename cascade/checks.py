@@ -1,6 +1,11 @@
 """Checks of arguments that several modules share."""
 
-__all__ = ["check_count", "check_number"]
+__all__ = ["check_count", "check_number", "is_integer"]
+
+
+def is_integer(value: object) -> bool:
+    """Whether ``value`` is an integer, which a truth value is not meant to be."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: object) -> None:
@@ -9,7 +14,7 @@ def check_count(name: str, value: object) -> None:
     Raises:
         ValueError: the message names the argument and what came.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or not is_integer(value) or value < 1:
         raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .checks import check_number
+from .checks import check_number, is_integer
 
 __all__ = [
     "Sampling",
@@ -59,7 +59,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             check_number(name, getattr(self, name))
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool):
+        if not is_integer(self.top_k):
             raise ValueError(f"top_k: expected an integer >= 0 (0 keeps every token), got {self.top_k!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: expected a finite number >= 0, got {self.temperature!r}")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from .checks import is_integer
 from .distributions import Sampling
 from .results import GenerationResult, GenerationStats, LedgerEntry
 from .stopping import Decoder, Stopping, as_eos_ids
@@ -104,7 +105,7 @@ def check_request(
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    if not all(map(is_integer, ids)):
         raise ValueError(f"{name}: expected token ids, which are integers, got {list(ids)!r}")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
@@ -172,16 +173,20 @@ def _strip_padding(input_ids: Tensor, attention_mask: Tensor | None, either_side
     return [tokens[keep].tolist() for tokens, keep in zip(input_ids, mask, strict=True)]
 
 
+def _as_list(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ValueError(f"{name}: expected an integer or a list of them, got {values!r}")
+    return list(values)
+
+
 def _row_generators(seed: int | Sequence[int] | None, count: int) -> list[torch.Generator]:
     generators = [torch.Generator() for _ in range(count)]
     if seed is None:
         for generator in generators:
             generator.seed()
         return generators
-    if not isinstance(seed, int | Sequence) or isinstance(seed, str):
-        raise ValueError(f"seed: expected an integer or a list of them, got {seed!r}")
-    seeds = [seed + row for row in range(count)] if isinstance(seed, int) else list(seed)
-    if not all(isinstance(value, int) and -(2**63) <= value < 2**64 for value in seeds):
+    seeds: list[Any] = [seed + row for row in range(count)] if isinstance(seed, int) else _as_list("seed", seed)
+    if not all(is_integer(value) and -(2**63) <= value < 2**64 for value in seeds):
         raise ValueError(f"seed: expected integers of 64 bits, got {seed!r}")
     if len(seeds) != count:
         raise ValueError(f"seed: expected an integer or one for each of {count} prompts, got {len(seeds)}")

@@ -9,7 +9,7 @@ Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -175,7 +175,7 @@ def read_target(rule: TargetRule, block: VerifyBlock) -> Target:
     if _decides(rule):
         decided: Target = rule.decide(block)  # type: ignore[attr-defined]
         return decided
-    target = rule.target(block)
+    target: Any = rule.target(block)
     if not isinstance(target, Tensor) or not target.is_floating_point():
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"rule {rule!r}: expected a target of floating-point numbers, got {got}")

@@ -12,7 +12,6 @@ from speccascade.cascade import (
     ModelDrafter,
     SingleModel,
     SpeculativeCascade,
-    VerifyBlock,
     early_exit,
     logits_to_probs,
 )
