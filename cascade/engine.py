@@ -24,7 +24,7 @@ from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
 from .forms import Distribution, Whole, view_sides
 from .models import CausalLM, PrefixState
 from .pace import AdaptiveGamma, Pacer
-from .pair import PairLoop, score
+from .pair import PairLoop, PairState, score
 from .requests import Request, Row
 from .results import LedgerEntry
 from .targets import Target, check_rule, read_target
@@ -101,7 +101,7 @@ class SpeculativeCascade(PairLoop):
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin one call with a row for each prompt."""
         pacer = None if self.pace is None else Pacer(self.pace, len(prompts), self.rule)
-        return CascadeSession(self, self.drafter.start(prompts), self.verifier.start(prompts), pacer)
+        return CascadeSession(self, PairState(self, prompts), pacer)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin to draft for a larger model: a cascade is a drafter.
@@ -152,7 +152,7 @@ class SpeculativeCascade(PairLoop):
         """
         device, length = self.verifier.device, draft.tokens.shape[1]
         drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
-        verifier, verifier_raw = score(self.verifier, verify_state, drafted, sampling, length + 1)
+        verifier, verifier_raw = score(self.verifier, verify_state, drafted, sampling, length + 1, "verifier")
         q, q_raw = view_sides(draft.law, draft.raw, lambda side: side.to(device))
         p, p_raw = view_sides(verifier, verifier_raw, lambda side: side.first(length))
         starts = torch.tensor([[len(row)] for row in rows], device=device)
@@ -197,15 +197,8 @@ class CascadeSession:
     As a drafter it hands over each token with the very law that it follows, so composition stays exact.
     """
 
-    def __init__(
-        self,
-        cascade: SpeculativeCascade,
-        draft_state: DraftState,
-        verify_state: PrefixState,
-        pacer: Pacer | None = None,
-    ) -> None:
-        self._cascade, self._pacer = cascade, pacer
-        self._draft_state, self._verify_state = draft_state, verify_state
+    def __init__(self, cascade: SpeculativeCascade, state: PairState, pacer: Pacer | None = None) -> None:
+        self._cascade, self._state, self._pacer = cascade, state, pacer
 
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
         """Write the next block of every row by one round."""
@@ -249,13 +242,11 @@ class CascadeSession:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
-        self._draft_state.rollback(lengths)
-        self._verify_state.rollback([min(pair) for pair in zip(lengths, self._verify_state.lengths, strict=True)])
+        self._state.rollback(lengths)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self._draft_state.select_rows(rows)
-        self._verify_state.select_rows(rows)
+        self._state.select_rows(rows)
         if self._pacer is not None:
             self._pacer.select_rows(rows)
 
@@ -267,7 +258,7 @@ class CascadeSession:
         generators: Sequence[torch.Generator],
     ) -> Round:
         return self._cascade.run_round(
-            rows, limits, sampling, generators, self._draft_state, self._verify_state, self._pacer
+            rows, limits, sampling, generators, self._state.drafting, self._state.verifying, self._pacer
         )
 
     def _describe(self, round_: Round, sampling: Sampling) -> tuple[Float[Tensor, "B D V"], Float[Tensor, "B D V"]]:

@@ -70,40 +70,45 @@ class PairState:
 
     def __init__(self, pair: PairLoop, prompts: Sequence[Sequence[int]]) -> None:
         self._verifier = pair.verifier
-        self._draft_state = pair.drafter.start(prompts)
-        self._verify_state = pair.verifier.start(prompts)
+        self.drafting = pair.drafter.start(prompts)
+        self.verifying = pair.verifier.start(prompts)
 
     def draft(self, rows: Sequence[Sequence[int]], uniforms: Float[Tensor, "B 1"], sampling: Sampling) -> Draft:
         """One step of the drafter: `draft_one`."""
-        return draft_one(self._draft_state, rows, uniforms, sampling)
+        return draft_one(self.drafting, rows, uniforms, sampling)
 
     def verify(
         self, rows: Sequence[Sequence[int]], sampling: Sampling, positions: int = 1
     ) -> tuple[Distribution, Distribution]:
         """One pass of the verifier: `score`."""
-        return score(self._verifier, self._verify_state, rows, sampling, positions)
+        return score(self._verifier, self.verifying, rows, sampling, positions, "verifier")
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
-        self._draft_state.rollback(lengths)
-        self._verify_state.rollback([min(pair) for pair in zip(lengths, self._verify_state.lengths, strict=True)])
+        self.drafting.rollback(lengths)
+        self.verifying.rollback([min(pair) for pair in zip(lengths, self.verifying.lengths, strict=True)])
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self._draft_state.select_rows(rows)
-        self._verify_state.select_rows(rows)
+        self.drafting.select_rows(rows)
+        self.verifying.select_rows(rows)
 
 
 def score(
-    verifier: CausalLM, state: PrefixState, rows: Sequence[Sequence[int]], sampling: Sampling, positions: int
+    model: CausalLM,
+    state: PrefixState,
+    rows: Sequence[Sequence[int]],
+    sampling: Sampling,
+    positions: int,
+    role: str,
 ) -> tuple[Distribution, Distribution]:
-    """One pass of a verifier over all that it has not read yet: p and p° at the last ``positions`` of each row.
+    """One pass of a model over all that it has not read yet: p and p° at the last ``positions`` of each row.
 
-    The last of them is the position after the row's last token.
+    The last of them is the position after the row's last token. ``role`` is how an error calls the model.
     """
-    unread, counts = pad_unread(rows, state.lengths, verifier.device)
+    unread, counts = pad_unread(rows, state.lengths, model.device)
     logits = state.extend(unread, counts, keep=positions)
-    law = distribute(process_logits(logits, rows, sampling), sampling, f"the verifier {verifier.name}")
+    law = distribute(process_logits(logits, rows, sampling), sampling, f"the {role} {model.name}")
     return law, law if sampling.is_plain else FromLogits(logits)
 
 

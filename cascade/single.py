@@ -6,12 +6,10 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from .adapters import as_language_model, vocabulary_of
-from .distribute import distribute
 from .distributions import draw_uniforms
-from .drafters import pad_unread
 from .generation import GenerationLoop
 from .models import CausalLM, PrefixState
-from .processing import process_logits
+from .pair import score
 from .requests import Request, Row
 from .results import LedgerEntry
 
@@ -67,9 +65,7 @@ class SingleSession:
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
         """Write the next token of every row."""
         owner, sequences = self._owner, [row.tokens for row in rows]
-        unread, counts = pad_unread(sequences, self._state.lengths, owner.model.device)
-        logits = process_logits(self._state.extend(unread, counts, keep=1), sequences, request.sampling)
-        law = distribute(logits, request.sampling, f"the model {owner.model.name}")
+        law, _ = score(owner.model, self._state, sequences, request.sampling, 1, "model")
         tokens = law.sample(draw_uniforms([row.generator for row in rows], 1))[:, 0].tolist()
         for row in rows:
             row.rounds += 1
