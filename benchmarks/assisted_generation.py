@@ -40,8 +40,9 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from speccascade.cascade import AdaptiveGamma, SingleModel, SpeculativeCascade
 from speccascade.cascade.packing import can_pack, pack_weights
+from speccascade.data.encoding import encode_prompt, end_token_ids
 from speccascade.data.pairs import Pair, PairConfig, load_pair
-from speccascade.data.prompts import PromptConfig, encode_prompt, end_token_ids, load_examples
+from speccascade.data.prompts import PromptConfig, load_examples
 from speccascade.eval.provenance import describe_machine, describe_run
 from speccascade.router import rules
 

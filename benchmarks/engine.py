@@ -30,8 +30,9 @@ import transformers
 
 from speccascade.cascade import SingleModel, SpeculativeCascade, pack_weights
 from speccascade.cascade.generation import GenerationLoop
+from speccascade.data.encoding import encode_prompt
 from speccascade.data.pairs import Pair, PairConfig, load_pair
-from speccascade.data.prompts import PromptConfig, encode_prompt, load_examples
+from speccascade.data.prompts import PromptConfig, load_examples
 from speccascade.eval.provenance import describe_machine, describe_run
 from speccascade.router import rules
 

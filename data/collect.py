@@ -11,69 +11,29 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from .. import __version__
-from ..cascade.distributions import Sampling
-from ..router.checks import unknown_name
-from .pairs import Pair, PairConfig, file_digest, load_pair
+from .cascaded import log_cascade
+from .config import CollectConfig
+from .encoding import EncodedExample, encode_example
+from .pairs import Pair, file_digest, load_pair
 from .progress import Progress, announce
-from .prompts import Example, PromptConfig, encode_example, load_examples, split_of
-from .scoring import EncodedExample, ScoredRows, make_batches, score_in_order
-from .shards import SCHEMA_VERSION, check_shard, ragged, read_rows, shard_name, write_shard
+from .prompts import Example, load_examples, split_of
+from .shards import SCHEMA_VERSION, check_shard, read_rows, shard_name, write_shard
 from .summary import describe
+from .teacher_forced import log_teacher_forced
 from .traces import MANIFEST, PLAN, Manifest, Shard, TracePlan, Traces, read_plan
 
-__all__ = ["CollectConfig", "collect"]
+__all__ = ["collect"]
 
 BYTES_PER_ROW = 250
 """What a position takes on disk at the default top_k; 246 in benchmarks/results/demo/stages.json."""
-
-
-@dataclass(frozen=True)
-class CollectConfig:
-    """What to run over what, and where the traces go.
-
-    Args:
-        pair: the two models.
-        prompts: prompts with references.
-        out: folder of the traces; a run that was broken off there is continued.
-        splits: which splits of the prompts to collect.
-        temperature: the temperature that q and p are processed with (raw confidences are always at 1).
-        top_k: how many of each model's most probable tokens are logged with a position.
-        max_tokens: score at most so many tokens of each reference.
-        skip_long: leave out prompts that do not fit into the models' context, instead of refusing them.
-        batch_tokens: tokens a batch, padding included; bounds the memory.
-        shard_prompts: prompts a shard: what a killed run may lose.
-    """
-
-    pair: PairConfig = field(default_factory=PairConfig)
-    prompts: PromptConfig = field(default_factory=PromptConfig)
-    out: str = "runs/demo/traces"
-    splits: tuple[str, ...] = ("train", "validation", "test")
-    temperature: float = 1.0
-    top_k: int = 16
-    max_tokens: int | None = None
-    skip_long: bool = False
-    batch_tokens: int = 2048
-    shard_prompts: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("top_k", "batch_tokens", "shard_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1, or none for all, got {self.max_tokens}")
-        for split in self.splits:
-            if split not in self.prompts.splits:
-                raise ValueError(unknown_name("splits", split, self.prompts.splits))
-        Sampling(temperature=self.temperature)
 
 
 def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest:
@@ -168,13 +128,15 @@ def _make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExam
     return TracePlan(
         schema_version=SCHEMA_VERSION,
         code_version=__version__,
-        source="teacher_forced",
+        source=config.source,
         **asdict(pair.identity),
         vocab_size=pair.vocab_size,
         dtype=str(pair.verifier.dtype).removeprefix("torch."),
         device=pair.verifier.device.type,
         temperature=config.temperature,
         top_k=config.top_k,
+        hidden=config.hidden,
+        cascade=asdict(config.cascade) if config.source == "cascade" else None,
         splits=dict(config.prompts.splits),
         collected=list(config.splits),
         prompts=prompts,
@@ -235,38 +197,10 @@ def _run_shards(
                 progress.skip(sum(len(example.reference_ids) for example in piece))
             else:
                 todo.append(index)
-        batches = {i: make_batches([len(example) for example in pieces[i]], config.batch_tokens) for i in todo}
-        work = ([pieces[i][j] for j in batch] for i in todo for batch in batches[i])
-        sampling = Sampling(temperature=config.temperature)
-        with closing(score_in_order(pair, work, sampling, config.top_k)) as results:
-            for index in todo:
-                scored: dict[int, ScoredRows] = {}
-                for batch, rows in zip(batches[index], results, strict=False):
-                    scored.update(zip(batch, rows, strict=True))
-                    progress.advance(sum(len(part) for part in rows))
-                columns = _columns(pieces[index], [scored[j] for j in range(len(pieces[index]))])
+        log = LOGGERS[config.source]
+        with closing(log(config, pair, [pieces[index] for index in todo], progress.advance)) as shards:
+            for index, columns in zip(todo, shards, strict=True):
                 write_shard(out / shard_name(index), columns, index, plan.digest)
-
-
-def _columns(piece: Sequence[EncodedExample], scored: Sequence[ScoredRows]) -> dict[str, Any]:
-    """All columns of one shard, prompts in the order of the data set."""
-    rows = ScoredRows.join(scored)
-    counts = [len(part) for part in scored]
-    positions = [len(example.prompt_ids) + np.arange(n) for example, n in zip(piece, counts, strict=True)]
-    return {
-        "prompt_id": np.repeat([example.prompt_id for example in piece], counts).tolist(),
-        "split": np.repeat([example.split for example in piece], counts).tolist(),
-        "position": np.concatenate(positions),
-        "draft_index": np.full(len(rows), -1),
-        "token": rows.token,
-        "label": rows.label,
-        "label_kind": ["gold"] * len(rows),
-        "source": ["teacher_forced"] * len(rows),
-        **rows.floats,
-        "topk_ids": ragged(rows.topk_ids, rows.topk_kept, pa.int32()),
-        "topk_q": ragged(rows.topk_q, rows.topk_kept, pa.float32()),
-        "topk_p": ragged(rows.topk_p, rows.topk_kept, pa.float32()),
-    }
 
 
 def _write_manifest(out: Path, plan: TracePlan) -> Manifest:
@@ -290,3 +224,6 @@ def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+LOGGERS = {"teacher_forced": log_teacher_forced, "cascade": log_cascade}

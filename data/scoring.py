@@ -25,10 +25,10 @@ from torch import Tensor
 from ..cascade.distributions import Sampling, logits_to_probs
 from ..cascade.forms import Whole
 from ..cascade.statistics import Stats
+from .encoding import EncodedExample
 from .pairs import Pair
 
 __all__ = [
-    "EncodedExample",
     "ScoredRows",
     "make_batches",
     "reference_logits",
@@ -43,20 +43,6 @@ _CHUNK_ELEMENTS = 3_000_000
 
 _MOST_WORKERS = 8
 """Each worker holds the logits of one batch, so that memory, not cores, sets a limit."""
-
-
-@dataclass(frozen=True)
-class EncodedExample:
-    """A prompt and its reference as token ids."""
-
-    prompt_id: str
-    split: str
-    prompt_ids: list[int]
-    reference_ids: list[int]
-
-    def __len__(self) -> int:
-        """Number of tokens that a model reads: the last token of the reference is only predicted."""
-        return len(self.prompt_ids) + len(self.reference_ids) - 1
 
 
 @dataclass(frozen=True)

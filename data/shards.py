@@ -20,13 +20,15 @@ import pyarrow.parquet as pq
 from ..cascade.statistics import STAT_FIELDS
 
 __all__ = [
+    "CASCADE_COLUMNS",
     "FLOAT_COLUMNS",
+    "OUTCOME_COLUMNS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "check_shard",
-    "ragged",
     "read_rows",
     "shard_name",
+    "topk_columns",
     "write_shard",
 ]
 
@@ -55,15 +57,52 @@ SCHEMA = pa.schema(
 """``position``: index of the label in the whole sequence. ``draft_index``: place in the drafted block, -1 where there
 is none (teacher-forced). ``token``: what the drafter proposes there; teacher-forced, its argmax."""
 
+CASCADE_COLUMNS = pa.schema(
+    [
+        pa.field("block", pa.int32()),
+        pa.field("accepted", pa.bool_()),
+        pa.field("deferred", pa.bool_()),
+        pa.field("q_token", pa.float32()),
+        pa.field("p_token", pa.float32()),
+        pa.field("q_token_raw", pa.float32()),
+        pa.field("p_token_raw", pa.float32()),
+    ]
+)
+"""Only where the source is 'cascade'. ``block``: the round that drafted the token; ``accepted``: whether it was kept;
+``deferred``: what the rule decided in that run; then q, p, q° and p° at the drafted token."""
+
+OUTCOME_COLUMNS = pa.schema(
+    [
+        pa.field("outcome_q", pa.float32()),
+        pa.field("outcome_p", pa.float32()),
+        pa.field("answer_changed", pa.bool_()),
+    ]
+)
+"""Only where counterfactuals were asked for; null where none was tried. Score in [0, 1] of the answer that the verifier
+ends after the drafter's token and after its own, and whether the two answers differ."""
+
+OPTIONAL_COLUMNS = (*CASCADE_COLUMNS, *OUTCOME_COLUMNS)
+
 _PLAN_KEY = b"speccascade.plan"
 _INDEX_KEY = b"speccascade.shard"
-_SPLIT_BYTES = [*FLOAT_COLUMNS, "topk_q.list.element", "topk_p.list.element"]
+_SPLIT_LISTS = ["topk_q.list.element", "topk_p.list.element"]
 _DICTIONARY = ["prompt_id", "split", "label_kind", "source"]
 
 
 def shard_name(index: int) -> str:
     """File name of a shard."""
     return f"part-{index:05d}.parquet"
+
+
+def topk_columns(
+    ids: np.ndarray[Any, Any], draft: np.ndarray[Any, Any], verifier: np.ndarray[Any, Any], kept: np.ndarray[Any, Any]
+) -> dict[str, pa.ListArray]:
+    """Turn the padded top-k union ``[N, K]`` and the mask of what counts in it into its three list columns."""
+    return {
+        "topk_ids": ragged(ids, kept, pa.int32()),
+        "topk_q": ragged(draft, kept, pa.float32()),
+        "topk_p": ragged(verifier, kept, pa.float32()),
+    }
 
 
 def ragged(values: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], kind: pa.DataType) -> pa.ListArray:
@@ -73,14 +112,15 @@ def ragged(values: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], kind: pa.Da
 
 
 def write_shard(path: Path, columns: Mapping[str, Any], index: int, plan_digest: str) -> None:
-    """Write all columns of `SCHEMA` under a temporary name, then rename.
+    """Write all columns of `SCHEMA`, and the optional ones that are given, under a temporary name, then rename.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to; nothing bears the shard's name then.
     """
-    arrays = [pa.array(columns[f.name], f.type) if f.type != _TEXT else _dictionary(columns[f.name]) for f in SCHEMA]
+    schema = pa.schema([*SCHEMA, *(f for f in OPTIONAL_COLUMNS if f.name in columns)])
+    arrays = [pa.array(columns[f.name], f.type) if f.type != _TEXT else _dictionary(columns[f.name]) for f in schema]
     metadata = {_PLAN_KEY: plan_digest.encode(), _INDEX_KEY: str(index).encode()}
-    table = pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata(metadata))
+    table = pa.Table.from_arrays(arrays, schema=schema.with_metadata(metadata))
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -89,7 +129,7 @@ def write_shard(path: Path, columns: Mapping[str, Any], index: int, plan_digest:
                 file,
                 compression="zstd",
                 use_dictionary=_DICTIONARY,
-                use_byte_stream_split=_SPLIT_BYTES,
+                use_byte_stream_split=[*(f.name for f in schema if f.type == pa.float32()), *_SPLIT_LISTS],
                 write_page_checksum=True,
             )
             file.flush()

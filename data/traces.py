@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class TracePlan:
     shard_prompts: int
     examples: int
     examples_digest: str
+    hidden: bool = False
+    cascade: dict[str, Any] | None = None
 
     @property
     def digest(self) -> str:
@@ -247,8 +249,9 @@ class Traces:
 
 
 def plan_from(record: Mapping[str, Any]) -> TracePlan:
-    """Take a plan out of a JSON object that may hold more; a missing key is a KeyError."""
-    return TracePlan(**{f.name: record[f.name] for f in fields(TracePlan)})
+    """Take a plan out of a JSON object that may hold more; a missing key is a KeyError, unless it has a default."""
+    needed = [f.name for f in fields(TracePlan) if f.name in record or f.default is MISSING]
+    return TracePlan(**{name: record[name] for name in needed})
 
 
 def read_plan(folder: Path) -> TracePlan | None:

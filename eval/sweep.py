@@ -22,9 +22,11 @@ from .. import __version__
 from ..cascade.distributions import Sampling
 from ..cascade.engine import SpeculativeCascade
 from ..cascade.single import SingleModel
+from ..data.encoding import encode_example, end_token_ids
 from ..data.pairs import Pair, load_pair
 from ..data.progress import Progress, announce
-from ..data.prompts import Example, encode_example, end_token_ids, load_examples
+from ..data.prompts import Example, load_examples
+from ..data.scorers import find_scorer
 from ..data.traces import Manifest, Traces
 from .config import EvaluateConfig
 from .journal import Journal
@@ -33,7 +35,6 @@ from .plan import Setting, check_sampling, plan_settings, replay_settings, sampl
 from .provenance import describe_run
 from .replay import Replay
 from .tables import write_json, write_table
-from .tasks import find_scorer
 
 __all__ = ["evaluate", "run_sweep"]
 

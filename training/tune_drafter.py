@@ -23,9 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..cascade.models import TransformersLM
+from ..data.encoding import encode_example
 from ..data.pairs import load_model, load_tokenizer, weight_digest
 from ..data.progress import Progress, announce
-from ..data.prompts import PromptConfig, encode_example, load_examples
+from ..data.prompts import PromptConfig, load_examples
 from .distil import Agreement, Batch, Distiller, TokenisedExample, batches_of, compare, shuffled_batches
 from .layers import choose_layers, keep_layers, layer_stack
 

@@ -22,7 +22,8 @@ EXAMPLE = """\
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments and collect."""
-    from ..data.collect import CollectConfig, collect
+    from ..data.collect import collect
+    from ..data.config import CollectConfig
 
     config = CommandLine("collect", CollectConfig, DESCRIPTION, EXAMPLE).parse(arguments)
     collect(config)

@@ -92,7 +92,8 @@ def run(arguments: list[str]) -> None:
 
 def plan_stages(config: DemoConfig) -> list[Stage]:
     """List the stages with their resolved configs; nothing is loaded or run yet."""
-    from ..data.collect import CollectConfig, collect
+    from ..data.collect import collect
+    from ..data.config import CollectConfig
     from ..data.embedded import fetch, gsm8k
     from ..eval.config import EvaluateConfig
     from ..eval.offline import run_offline

@@ -10,8 +10,9 @@ import torch
 
 from ..cascade import AdaptiveGamma, SingleModel, SpeculativeCascade
 from ..cascade.results import GenerationResult
+from ..data.encoding import encode_prompt, end_token_ids
 from ..data.pairs import Pair, PairConfig, load_pair
-from ..data.prompts import PromptConfig, encode_prompt, end_token_ids
+from ..data.prompts import PromptConfig
 from ..router import rules
 from ..router.learned import LearnedRouter
 from .request import GenerateConfig, rule_parameters

@@ -9,7 +9,7 @@ import yaml
 
 from speccascade.cli import COMMANDS, main
 from speccascade.cli.options import CommandLine, leaf_types
-from speccascade.data.collect import CollectConfig
+from speccascade.data.config import CollectConfig
 from speccascade.eval.config import EvaluateConfig
 from speccascade.training.tune_drafter import TuneDrafterConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speccascade.data.collect import CollectConfig
+from speccascade.data.config import CollectConfig
 from speccascade.data.pairs import PairConfig
 from speccascade.data.prompts import PromptConfig
 

@@ -20,9 +20,11 @@ from speccascade.cascade.distributions import Sampling, logits_to_probs
 from speccascade.cascade.statistics import STAT_FIELDS, Stats
 from speccascade.data import collect as collector
 from speccascade.data import shards
-from speccascade.data.collect import CollectConfig, collect
+from speccascade.data.collect import collect
+from speccascade.data.config import CollectConfig
+from speccascade.data.encoding import encode_example
 from speccascade.data.pairs import load_pair
-from speccascade.data.prompts import encode_example, load_examples, split_of
+from speccascade.data.prompts import load_examples, split_of
 from speccascade.data.traces import Traces
 
 

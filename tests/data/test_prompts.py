@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from speccascade.data import prompts
-from speccascade.data.prompts import (
-    Example,
-    PromptConfig,
-    encode_example,
-    encode_prompt,
-    end_token_id,
-    end_token_ids,
-    load_examples,
-    split_of,
-)
+from speccascade.data.encoding import encode_example, encode_prompt, end_token_id, end_token_ids
+from speccascade.data.prompts import Example, PromptConfig, load_examples, split_of
 
 CHAT = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from speccascade.cascade.statistics import STAT_FIELDS
-from speccascade.data.collect import CollectConfig, collect
+from speccascade.data.collect import collect
+from speccascade.data.config import CollectConfig
 from speccascade.data.shards import SCHEMA_VERSION
 from speccascade.data.summary import describe, summarise
 from speccascade.data.traces import Traces

@@ -3,7 +3,7 @@
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from speccascade.eval.tasks import SCORERS, exact_match, final_answer, find_scorer, register_scorer, rouge_l
+from speccascade.data.scorers import SCORERS, exact_match, final_answer, find_scorer, register_scorer, rouge_l
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_exact_match_ignores_case_and_space():
 
 
 def test_a_scorer_of_ones_own_by_name_and_by_path(monkeypatch):
-    monkeypatch.setattr("speccascade.eval.tasks.SCORERS", dict(SCORERS))
+    monkeypatch.setattr("speccascade.data.scorers.SCORERS", dict(SCORERS))
     register_scorer("length", lambda prediction, reference: float(len(prediction) == len(reference)))
     assert find_scorer("length")("ab", "cd") == 1
-    assert find_scorer("speccascade.eval.tasks:exact_match") is exact_match
+    assert find_scorer("speccascade.data.scorers:exact_match") is exact_match
 
 
-@pytest.mark.parametrize("name", ["rouge-l", "nowhere.at_all:f", "speccascade.eval.tasks:nothing", "math:pi"])
+@pytest.mark.parametrize("name", ["rouge-l", "nowhere.at_all:f", "speccascade.data.scorers:nothing", "math:pi"])
 def test_an_unknown_scorer_is_refused(name):
     with pytest.raises(ValueError, match="scorer:"):
         find_scorer(name)

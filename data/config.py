@@ -1,0 +1,98 @@
+"""What to collect, over what, and where it goes: the settings of ``speccascade collect``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cascade.distributions import Sampling
+from ..router.checks import unknown_name
+from .pairs import PairConfig
+from .prompts import PromptConfig
+
+__all__ = ["SOURCES", "CascadeConfig", "CollectConfig"]
+
+SOURCES = ("teacher_forced", "cascade")
+
+
+@dataclass(frozen=True)
+class CascadeConfig:
+    """How the speculative runs go whose verified positions are logged.
+
+    Args:
+        rule: the plug-in rule that decides, by name.
+        rule_options: its parameters, such as {alpha: 0.3}.
+        router: folder or hub id of a trained router that decides instead of a rule.
+        alpha: the price of a rejection, for the rule or the router.
+        gamma: tokens drafted a block.
+        max_new_tokens: where an answer stops at the latest.
+        batch_size: prompts that run together.
+        seed: with each prompt's id it decides what is drawn, whatever else runs.
+        scorer: grades whole answers against the reference, such as 'final_answer'; needed by `counterfactuals`.
+        counterfactuals: at so many disagreements a prompt, swap in the drafter's token, let the verifier go on, and
+            log whether the answer changes; 0 for none.
+    """
+
+    rule: str = "specdecode"
+    rule_options: dict[str, float] = field(default_factory=dict)
+    router: str | None = None
+    alpha: float | None = None
+    gamma: int = 5
+    max_new_tokens: int = 256
+    batch_size: int = 8
+    seed: int = 0
+    scorer: str | None = None
+    counterfactuals: int = 0
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """What to run over what, and where the traces go.
+
+    Args:
+        pair: the two models.
+        prompts: prompts with references.
+        out: folder of the traces; a run that was broken off there is continued.
+        source: 'teacher_forced' scores both models along the references; 'cascade' logs what speculative runs verified.
+        cascade: how those runs go; read with source 'cascade' only.
+        splits: which splits of the prompts to collect.
+        temperature: the temperature that q and p are processed with (raw confidences are always at 1).
+        top_k: how many of each model's most probable tokens are logged with a position.
+        hidden: also log both models' last hidden states as float16: thousands of bytes a position.
+        max_tokens: score at most so many tokens of each reference.
+        skip_long: leave out prompts that do not fit into the models' context, instead of refusing them.
+        batch_tokens: tokens a batch, padding included; bounds the memory.
+        shard_prompts: prompts a shard: what a killed run may lose.
+    """
+
+    pair: PairConfig = field(default_factory=PairConfig)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    out: str = "runs/demo/traces"
+    source: str = "teacher_forced"
+    cascade: CascadeConfig = field(default_factory=CascadeConfig)
+    splits: tuple[str, ...] = ("train", "validation", "test")
+    temperature: float = 1.0
+    top_k: int = 16
+    hidden: bool = False
+    max_tokens: int | None = None
+    skip_long: bool = False
+    batch_tokens: int = 2048
+    shard_prompts: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "batch_tokens", "shard_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, or none for all, got {self.max_tokens}")
+        for split in self.splits:
+            if split not in self.prompts.splits:
+                raise ValueError(unknown_name("splits", split, self.prompts.splits))
+        if self.source not in SOURCES:
+            raise ValueError(unknown_name("source", self.source, SOURCES))
+        if self.source != "cascade" and self.cascade != CascadeConfig():
+            raise ValueError(
+                "cascade: expected no settings of a cascade with source 'teacher_forced'; set source: cascade"
+            )
+        if self.source == "cascade" and self.hidden:
+            raise ValueError("hidden: expected false with source 'cascade', which logs no hidden states, got true")
+        Sampling(temperature=self.temperature)
