@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -19,7 +21,7 @@ import torch
 from speccascade.cascade.distributions import Sampling, logits_to_probs
 from speccascade.cascade.statistics import STAT_FIELDS, Stats
 from speccascade.data import collect as collector
-from speccascade.data import shards
+from speccascade.data import job, plan, shards
 from speccascade.data.collect import collect
 from speccascade.data.config import CollectConfig
 from speccascade.data.encoding import encode_example
@@ -113,20 +115,20 @@ def die() -> None:
 
 
 KILL_POINTS = {
-    "the plan is written": ("_write_text", 1, "after"),
-    "the first shard is scored": ("write_shard", 1, "before"),
-    "the first shard is half written": ("write_shard", 1, "half"),
-    "a first shard is renamed": ("write_shard", 1, "after"),
-    "the next shard is half written": ("write_shard", 1, "half"),
-    "two more shards are renamed": ("write_shard", 2, "after"),
-    "all shards are there": ("_write_manifest", 1, "before"),
-    "the manifest is there": ("_write_text", 1, "after"),
+    "the plan is written": (plan, "write_text", 1, "after"),
+    "the first shard is scored": (job, "write_shard", 1, "before"),
+    "the first shard is half written": (job, "write_shard", 1, "half"),
+    "a first shard is renamed": (job, "write_shard", 1, "after"),
+    "the next shard is half written": (job, "write_shard", 1, "half"),
+    "two more shards are renamed": (job, "write_shard", 2, "after"),
+    "all shards are there": (collector, "_write_manifest", 1, "before"),
+    "the manifest is there": (collector, "write_text", 1, "after"),
 }
 
 
-def collect_and_die(config: CollectConfig, name: str, count: int, when: str) -> None:
-    """Runs in a process of its own: kills it at the `count`-th call of a function of the collector."""
-    original, calls = getattr(collector, name), itertools.count(1)
+def collect_and_die(config: CollectConfig, module: Any, name: str, count: int, when: str) -> None:
+    """Runs in a process of its own: kills it at the `count`-th call of a function of a module."""
+    original, calls = getattr(module, name), itertools.count(1)
 
     def patched(*arguments: Any, **named: Any) -> Any:
         if next(calls) != count:
@@ -139,7 +141,7 @@ def collect_and_die(config: CollectConfig, name: str, count: int, when: str) -> 
         die()
         return result
 
-    setattr(collector, name, patched)
+    setattr(module, name, patched)
     collect(config)
 
 
@@ -163,12 +165,22 @@ def test_killed_anywhere_and_resumed_it_ends_byte_identical(collect_config: Coll
     assert digests(broken.out) == unbroken
 
 
-def test_killed_at_random_times_it_ends_byte_identical(collect_config: CollectConfig, tmp_path: Path) -> None:
-    collect(collect_config)
-    unbroken = digests(collect_config.out)
-    broken = replace(collect_config, out=str(tmp_path / "broken"), shard_prompts=4)
-    for delay in (0.05, 0.15, 0.3, 0.1, 0.2):
-        run_until_killed(collect, broken, delay=delay)
+def test_killed_twenty_times_at_random_it_ends_byte_identical(collect_config: CollectConfig, tmp_path: Path) -> None:
+    config = replace(collect_config, shard_prompts=1)
+    started = time.monotonic()
+    assert run_until_killed(collect, config) == 0
+    longest = time.monotonic() - started
+    unbroken = digests(config.out)
+    broken = replace(config, out=str(tmp_path / "broken"))
+    chance, kills, runs = random.Random(20), 0, 0
+    while kills < 20:
+        runs += 1
+        assert runs < 200, f"only {kills} of {runs} runs were still at work when they were killed"
+        if run_until_killed(collect, broken, delay=chance.uniform(0, longest)) == -signal.SIGKILL:
+            kills += 1
+        else:
+            assert digests(broken.out) == unbroken
+            shutil.rmtree(broken.out)
     collect(broken)
     assert digests(broken.out) == unbroken
 
