@@ -30,7 +30,8 @@ from speccascade.data.prompts import load_examples, split_of
 from speccascade.data.traces import Traces
 
 BFLOAT16_TOLERANCE = 0.05
-"""Of every logged value, as docs/traces.md states it."""
+CONTINUOUS = ("draft_max", "verifier_max", "draft_margin", "verifier_margin", "tv", "tv_raw", "q_label", "p_label")
+"""Probabilities and distances; in bfloat16 they may differ by so much, as docs/traces.md states."""
 
 
 def digests(folder: str | Path) -> dict[str, str]:
@@ -113,13 +114,28 @@ def test_rows_do_not_depend_on_the_order_of_prompts(collect_config: CollectConfi
 
 
 def test_in_bfloat16_rows_depend_on_batches_within_the_stated_tolerance(
-    collect_config: CollectConfig, tmp_path: Path
+    collect_config: CollectConfig, tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    config = replace(collect_config, pair=replace(collect_config.pair, dtype="bfloat16"))
+    for name, seed, layers in (("drafter", 1, 1), ("verifier", 0, 2)):
+        tiny_llama(seed=seed, layers=layers, hidden=256).save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    folders = {"drafter": str(tmp_path / "drafter"), "verifier": str(tmp_path / "verifier")}
+    config = replace(collect_config, pair=replace(collect_config.pair, dtype="bfloat16", **folders))
     collect(config)
     other = replace(config, out=str(tmp_path / "other"), batch_tokens=1)
     collect(other)
-    check_same_rows(config.out, other.out, BFLOAT16_TOLERANCE)
+    one, two = rows_by_prompt(config.out), rows_by_prompt(other.out)
+    pairs = [pair for key in one for pair in zip(one[key], two[key], strict=True)]
+    largest = 0.0
+    for row, twin in pairs:
+        for key in ("prompt_id", "split", "position", "label"):
+            assert row[key] == twin[key]
+        gaps = [abs(row[name] - twin[name]) for name in CONTINUOUS]
+        largest = max(largest, *gaps)
+        clear = all(min(side[f"{model}_margin"] for side in (row, twin)) > 0.1 for model in ("draft", "verifier"))
+        if clear:  # where a model's two best tokens are close, either may come first
+            assert (row["token"], row["argmax_agree"]) == (twin["token"], twin["argmax_agree"])
+    assert 0 < largest < BFLOAT16_TOLERANCE
 
 
 def test_bytes_do_not_depend_on_the_number_of_cores(collect_config: CollectConfig, tmp_path: Path) -> None:
