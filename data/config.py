@@ -88,7 +88,7 @@ class CollectConfig:
         shard_prompts: prompts a shard: what a killed run may lose.
         executor: 'local' (this process, or every process of torchrun and accelerate launch) or 'ray' (many hosts).
         ray: what the actors are given; read with executor 'ray' only.
-        yes: collect without asking, however large the traces will be.
+        allow_large: collect without asking, however large the traces will be.
     """
 
     pair: PairConfig = field(default_factory=PairConfig)
@@ -106,7 +106,7 @@ class CollectConfig:
     shard_prompts: int = 64
     executor: str = "local"
     ray: RayConfig = field(default_factory=RayConfig)
-    yes: bool = False
+    allow_large: bool = False
 
     def __post_init__(self) -> None:
         for name in ("top_k", "batch_tokens", "shard_prompts"):

@@ -27,7 +27,7 @@ class Estimate:
     prompts: int
 
 
-def confirm(guess: Estimate | None, told: str, out: Path, processes: int, yes: bool) -> None:
+def confirm(guess: Estimate | None, told: str, out: Path, processes: int, allow_large: bool) -> None:
     """Say what is to come; ask before a very large run.
 
     Args:
@@ -35,7 +35,7 @@ def confirm(guess: Estimate | None, told: str, out: Path, processes: int, yes: b
         told: what the run does, as the beginning of a sentence.
         out: where it goes.
         processes: how many share the work.
-        yes: large runs are agreed to.
+        allow_large: large runs are agreed to.
 
     Raises:
         ValueError: it is large or does not fit on the disk, and nobody agreed.
@@ -48,8 +48,8 @@ def confirm(guess: Estimate | None, told: str, out: Path, processes: int, yes: b
     free = shutil.disk_usage(out).free
     if guess.size > SURPRISING_BYTES or guess.size > free:
         room = f"about {describe_bytes(guess.size)} with {describe_bytes(free)} free"
-        if not (yes or _agrees(f"These traces take {room}. Go on? [y/N] ")):
-            raise ValueError(f"yes: expected it for traces that take {room}, got none; nothing was collected")
+        if not (allow_large or _agrees(f"These traces take {room}. Go on? [y/N] ")):
+            raise ValueError(f"allow_large: expected it for traces that take {room}, got none; nothing was collected")
 
 
 def _agrees(question: str) -> bool:

@@ -65,15 +65,15 @@ def test_a_measured_shard_takes_what_it_takes_on_disk(collect_config: CollectCon
 
 
 def test_a_large_run_is_refused_where_nobody_can_be_asked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"yes: expected it for traces that take about 31\.0 GB with .* free"):
-        confirm(HUGE, "Collecting", tmp_path, 1, yes=False)
-    confirm(HUGE, "Collecting", tmp_path, 1, yes=True)
+    with pytest.raises(ValueError, match=r"allow_large: expected it for traces that take about 31\.0 GB with .* free"):
+        confirm(HUGE, "Collecting", tmp_path, 1, allow_large=False)
+    confirm(HUGE, "Collecting", tmp_path, 1, allow_large=True)
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
     with pytest.raises(ValueError, match=r"take about 5\.0 MB with 1\.0 MB free"):
-        confirm(Estimate(60, 5e6, 8), "Collecting", tmp_path, 1, yes=False)
+        confirm(Estimate(60, 5e6, 8), "Collecting", tmp_path, 1, allow_large=False)
 
 
 class Terminal(io.StringIO):
@@ -88,21 +88,21 @@ def test_on_a_terminal_the_user_is_asked(
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     monkeypatch.setattr(sys, "stderr", Terminal())
     if agreed:
-        confirm(HUGE, "Collecting", tmp_path, 1, yes=False)
+        confirm(HUGE, "Collecting", tmp_path, 1, allow_large=False)
     else:
         with pytest.raises(ValueError, match="nothing was collected"):
-            confirm(HUGE, "Collecting", tmp_path, 1, yes=False)
+            confirm(HUGE, "Collecting", tmp_path, 1, allow_large=False)
     assert "Go on? [y/N]" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_many_processes_share_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    confirm(Estimate(seconds=120, size=1e6, prompts=8), "Collecting", tmp_path, 4, yes=False)
+    confirm(Estimate(seconds=120, size=1e6, prompts=8), "Collecting", tmp_path, 4, allow_large=False)
     assert "about 1.0 MB in 30.0 s" in capsys.readouterr().err
 
 
 def test_what_was_refused_wrote_no_shard(many: CollectConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "SURPRISING_BYTES", 10)
-    with pytest.raises(ValueError, match="yes: expected it"):
+    with pytest.raises(ValueError, match="allow_large: expected it"):
         collect(many)
     assert not list(Path(many.out).glob("*.parquet"))
-    assert collect(replace(many, yes=True)) is not None
+    assert collect(replace(many, allow_large=True)) is not None
