@@ -111,7 +111,9 @@ def _write_shards(config: CollectConfig, crew: Crew, worker: Worker) -> None:
     left = sorted({*mine} - {*finished})
     if left and worker.is_first:
         told = f"Collecting {crew.plan.examples:,} prompts in {len(sizes):,} shards ({len(left):,} to do) into {out}"
-        confirm(crew.estimate(left), told, out, config.ray.workers if config.executor == "ray" else 1, config.allow_large)
+        confirm(
+            crew.estimate(left), told, out, config.ray.workers if config.executor == "ray" else 1, config.allow_large
+        )
     title = "Collecting" if worker.count == 1 else f"Collecting, process {worker.rank + 1} of {worker.count}"
     unit = "prompts" if config.source == "cascade" else "tokens"
     with Progress(title, sum(sizes[shard] for shard in mine), unit, silent=not worker.is_first) as progress:
