@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from .. import __version__
 from .cascaded import log_cascade
 from .config import CollectConfig
-from .encoding import EncodedExample, encode_example
+from .encoding import EncodedExample, encode_examples
 from .pairs import Pair, file_digest, load_pair
 from .progress import Progress, announce
 from .prompts import Example, load_examples, split_of
@@ -86,12 +86,9 @@ def _encode_all(config: CollectConfig, pair: Pair, examples: Sequence[Example]) 
     """Tokenise everything first: what cannot be collected is known before an hour of work, not after."""
     encoded, skipped = [], 0
     context = min(_context(pair.drafter), _context(pair.verifier))
-    for example in examples:
-        split = split_of(example.prompt_id, config.prompts.splits)
-        if split not in config.splits:
-            continue
-        prompt_ids, reference_ids = encode_example(example, pair.tokenizer, config.prompts)
-        item = EncodedExample(example.prompt_id, split, prompt_ids, reference_ids[: config.max_tokens])
+    wanted = (example for example in examples if split_of(example.prompt_id, config.prompts.splits) in config.splits)
+    for item in encode_examples(wanted, pair.tokenizer, config.prompts):
+        item = replace(item, reference_ids=item.reference_ids[: config.max_tokens])
         if len(item) > context:
             if not config.skip_long:
                 raise ValueError(
@@ -100,7 +97,7 @@ def _encode_all(config: CollectConfig, pair: Pair, examples: Sequence[Example]) 
                 )
             skipped += 1
             continue
-        if max(*prompt_ids, *reference_ids) >= pair.vocab_size:
+        if max(item.prompt_ids.max(), item.reference_ids.max()) >= pair.vocab_size:
             raise ValueError(
                 f"prompt {item.prompt_id}: a token id is beyond the {pair.vocab_size:,} that both models know"
             )
@@ -122,7 +119,9 @@ def _make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExam
     digest = hashlib.sha256()
     for example in examples:
         digest.update(
-            json.dumps([example.prompt_id, example.split, example.prompt_ids, example.reference_ids]).encode()
+            json.dumps(
+                [example.prompt_id, example.split, example.prompt_ids.tolist(), example.reference_ids.tolist()]
+            ).encode()
         )
     prompts = {key: value for key, value in asdict(config.prompts).items() if key != "splits"}
     return TracePlan(
