@@ -123,7 +123,7 @@ def _make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExam
                 [example.prompt_id, example.split, example.prompt_ids.tolist(), example.reference_ids.tolist()]
             ).encode()
         )
-    prompts = {key: value for key, value in asdict(config.prompts).items() if key != "splits"}
+    prompts = {key: value for key, value in config.prompts.describe().items() if key != "splits"}
     return TracePlan(
         schema_version=SCHEMA_VERSION,
         code_version=__version__,

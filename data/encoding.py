@@ -24,8 +24,8 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 _BATCH = 256
 _MARK = "answer"
-_ANCHOR = "\n"
-"""Stands before a reference while it is tokenised, where a tokenizer treats the beginning of a text as special."""
+_ANCHORS = ("\n", "a", ";")
+"""Stand before a reference while it is tokenised, where a tokenizer treats the beginning of a text as special."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,15 +183,21 @@ def _continuation_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     many = _ids(tokenizer, texts)
     if not _treats_beginnings_apart(tokenizer):
         return many
-    anchored = tokenizer(
-        [_ANCHOR + text for text in texts], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    found = []
-    for alone, ids, offsets in zip(many, anchored["input_ids"], anchored["offset_mapping"], strict=True):
-        apart = all(start >= len(_ANCHOR) or end <= len(_ANCHOR) for start, end in offsets)
-        after = [int(i) for i, (_, end) in zip(ids, offsets, strict=True) if end > len(_ANCHOR)]
-        found.append(after if apart else alone)
-    return found
+    todo = list(range(len(texts)))
+    for anchor in _ANCHORS:
+        if not todo:
+            break
+        anchored = tokenizer(
+            [anchor + texts[i] for i in todo], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        merged = []
+        for i, ids, offsets in zip(todo, anchored["input_ids"], anchored["offset_mapping"], strict=True):
+            if any(start < len(anchor) < end for start, end in offsets):
+                merged.append(i)  # one token holds the anchor and the text's first character
+            else:
+                many[i] = [int(token) for token, (_, end) in zip(ids, offsets, strict=True) if end > len(anchor)]
+        todo = merged
+    return many
 
 
 def _treats_beginnings_apart(tokenizer: Any) -> bool:
@@ -199,7 +205,7 @@ def _treats_beginnings_apart(tokenizer: Any) -> bool:
     if not getattr(tokenizer, "is_fast", False):
         return False  # without offsets there is no telling what belongs to the anchor
     probes = ["a", "x", "1", "The", " a", _MARK]
-    alone, after = _ids(tokenizer, probes), _ids(tokenizer, [_ANCHOR + probe for probe in probes])
+    alone, after = _ids(tokenizer, probes), _ids(tokenizer, [_ANCHORS[0] + probe for probe in probes])
     return any(inside[-len(first) :] != first for first, inside in zip(alone, after, strict=True) if first)
 
 

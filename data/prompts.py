@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from string import Formatter
 from typing import Any
@@ -143,6 +143,20 @@ class PromptConfig:
             "target_language": self.target_language or target,
         }
         return {name: language for name, language in known.items() if language is not None}
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting by name, as it is in force: defaults of task and source filled in."""
+        preset = self.preset
+        prompt_column, reference_column = preset.columns
+        names = ("instruction", "chat", "shot_separator", "separator", "reference_filter", "reference_strip")
+        return {
+            **asdict(self),
+            "task": self.task_name,
+            "prompt_column": prompt_column,
+            "reference_column": reference_column,
+            **{name: getattr(preset, name) for name in names},
+            **self.languages,
+        }
 
     def _columns(self, preset: Preset) -> tuple[str, str]:
         own = EMBEDDED_TEXTS.get(self.source)

@@ -218,12 +218,12 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Row]:
         for row in rows:
             if None in row:
                 raise ValueError(
-                    f"source: line {rows.line_num} of {path}: expected {len(rows.fieldnames or [])} cells, as in the "
-                    f"first line, got {len(row) - 1 + len(row[None])}"
+                    f"source: line {rows.reader.line_num} of {path}: expected {len(rows.fieldnames or [])} cells, "
+                    f"as in the first line, got {len(row) - 1 + len(row[None])}"
                 )
             yield row
     except csv.Error as error:
-        raise ValueError(f"source: line {rows.line_num} of {path} is not a table: {error}") from error
+        raise ValueError(f"source: line {rows.reader.line_num} of {path} is not a table: {error}") from error
 
 
 def _read_folder(path: Path, hub_config: str | None, hub_split: str, streaming: bool) -> Iterator[Row]:
