@@ -13,16 +13,17 @@ __all__ = ["cut_windows"]
 def cut_windows(text: str, window: int, prompt: int) -> Iterator[tuple[str, str, bool]]:
     """Cut a document into windows; yield each one's prompt and reference, and whether the document ends there.
 
-    Cuts are made before white space, where tokens begin, as long as there is some in the second half of what a piece
-    may hold. The rest of a document is never a scrap: the last two windows share what is left evenly.
+    Cuts are made where a token begins whatever the tokenizer, or at least at white space, as long as there is such a
+    place in the second half of what a piece may hold. The rest of a document is never a scrap: the last two windows
+    share what is left evenly.
 
     Args:
         text: at least two characters.
         window: most characters of a window, at least ``2 * prompt + 2``.
         prompt: most characters of its prompt, at least 1; a window that is shorter than two prompts gives half.
 
-    >>> list(cut_windows("one two three four", window=12, prompt=5))
-    [('one', ' two', False), (' three', ' four', True)]
+    >>> list(cut_windows("one two three four five six", window=20, prompt=5))
+    [('one', ' two three', False), (' four', ' five six', True)]
     """
     start = 0
     while start < len(text):
@@ -37,8 +38,22 @@ def cut_windows(text: str, window: int, prompt: int) -> Iterator[tuple[str, str,
 
 
 def _find_cut(text: str, start: int, most: int) -> int:
-    """Length of a piece from `start`, at most `most`: up to where white space begins, else `most` itself."""
+    """Length of a piece from `start`, at most `most`: up to where a token or white space begins, else `most` itself."""
+    at_space = most
     for length in range(most, most // 2, -1):
-        if text[start + length].isspace() and not text[start + length - 1].isspace():
+        at = start + length
+        if _begins_token(text, at):
             return length
-    return most
+        if at_space == most and text[at].isspace() and not text[at - 1].isspace():
+            at_space = length
+    return at_space
+
+
+def _begins_token(text: str, at: int) -> bool:
+    """Whether every common tokenizer parts the text here: before one space and a word, or where a line begins.
+
+    Line ends are joined to the punctuation before them by some, to the indentation after them by others.
+    """
+    if text[at] == " ":
+        return not text[at - 1].isspace() and not text[at + 1 : at + 2].isspace()
+    return text[at - 1] == "\n" and not text[at].isspace()

@@ -123,6 +123,13 @@ def test_what_is_not_text_is_named_by_row_column_and_value(tmp_path: Path, value
         load_examples(PromptConfig(source))
 
 
+@pytest.mark.parametrize("value", ["", " \r\n", None, ["x"]])
+def test_an_empty_prompt_is_named_by_row_and_column(tmp_path: Path, value: Any) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "p", "reference": "r"}, {"prompt": value, "reference": "r"}])
+    with pytest.raises(ValueError, match="prompt_column: expected text in column 'prompt', got .* in row 2 of"):
+        load_examples(PromptConfig(source))
+
+
 def test_half_a_character_is_named_before_a_tokenizer_trips_over_it(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x\\ud800", "reference": "r"}\n')
     with pytest.raises(
@@ -184,6 +191,20 @@ def test_windows_are_cut_where_words_end() -> None:
     for head, tail, _ in cut_windows(text, 100, 20):
         assert (head + tail)[-1:].isspace() is False or text.endswith(tail)
         assert tail[0] == " "
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "prompt"),
+    [
+        ("x = f(1)\n    y = 2\nz=30", 20, "x = f(1)\n    y = 2\n"),
+        ("some = f(1)\n\n    y", 13, "some = f(1)"),
+        ("words, and\r\n\tmore", 11, "words,"),
+        ("onewordwithoutanyspaceatall", 13, "onewordwithou"),
+    ],
+)
+def test_a_prompt_ends_where_a_token_does(text: str, most: int, prompt: str) -> None:
+    ((found, *_),) = cut_windows(text + "~" * 2 * most, 1000, most)
+    assert found == prompt
 
 
 def test_windows_of_a_document_share_its_split_and_repeats_do_not_collide(tmp_path: Path) -> None:
