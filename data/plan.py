@@ -24,9 +24,9 @@ def make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExamp
     """Gather what decides the bytes: models, settings, and a digest of all examples in their order."""
     digest = hashlib.sha256()
     for example in examples:
-        tokens = [[int(token) for token in ids] for ids in (example.prompt_ids, example.reference_ids)]
+        tokens = [example.prompt_ids.tolist(), example.reference_ids.tolist()]
         digest.update(json.dumps([example.prompt_id, example.split, *tokens]).encode())
-    prompts = {key: value for key, value in asdict(config.prompts).items() if key != "splits"}
+    prompts = {key: value for key, value in config.prompts.describe().items() if key != "splits"}
     return TracePlan(
         schema_version=SCHEMA_VERSION,
         code_version=__version__,

@@ -1,40 +1,29 @@
-"""Prompts with references: read from a data set, split by prompt, written as text and turned into token ids once.
+"""Prompts with references: read from a source, split by prompt, and worded as their task asks.
 
 A reference is the ground truth that a good model would write: the drafter is tuned on it, routers are trained on it and
 answers are scored against it. The split of a prompt follows from a hash of its text alone, so that it stays the same
 whatever else is in the data set, and the same prompt never stands in two splits.
 
-Knows nothing of models, traces or rules.
+Knows nothing of models, tokenizers, traces or rules.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from ..router.checks import unknown_name
-from .embedded import gsm8k, humaneval
+from .presets import PRESETS, REFERENCE_FILTERS, REFERENCE_STRIPS, Preset
+from .sources import EMBEDDED_TEXTS, Row, describe_value, find_value, read_rows
+from .windows import cut_windows
 
-__all__ = [
-    "Example",
-    "PromptConfig",
-    "load_examples",
-    "split_of",
-]
+__all__ = ["Example", "PromptConfig", "load_examples", "read_examples", "split_of"]
 
 EMBEDDED_GSM8K = "embedded:gsm8k"
-EMBEDDED_HUMANEVAL = "embedded:humaneval"
-EMBEDDED_COLUMNS = {EMBEDDED_GSM8K: ("question", "answer"), EMBEDDED_HUMANEVAL: ("prompt", "canonical_solution")}
-"""Prompt and reference columns of the embedded texts."""
-
-_CALCULATOR_NOTES = re.compile(r"<<[^<>]*>>")
 
 
 def _default_splits() -> dict[str, float]:
@@ -46,51 +35,153 @@ class PromptConfig:
     """Where prompts and references come from, and how they are put to a model.
 
     Args:
-        source: 'embedded:gsm8k' (test questions of GSM8K with worked answers), 'embedded:humaneval' (functions of
-            HumanEval to complete), a .jsonl, .parquet or .csv file, or a data set on the hub.
-        prompt_column: column of the prompt (unless given, the embedded text's own, else 'prompt').
-        reference_column: column of the reference (unless given, the embedded text's own, else 'reference').
-        hub_config: configuration (subset) of a data set on the hub.
+        source: 'embedded:NAME' (gsm8k, humaneval, xsum, nq-open, django-de, or stdlib, the Python files of the running
+            Python, which differ with its version), a .jsonl, .json, .parquet, .csv or .tsv file (text also as .gz) or
+            a pattern of such files, a folder that the library datasets reads, or a data set on the hub.
+        task: translation, summarisation, code, maths, qa or text: sets the defaults below. An embedded text has its
+            own; a source of yours has none unless given. 'text' is plain text that is its own reference.
+        prompt_column: column of the prompt, such as question or translation.en (default: the embedded text's own, else
+            'prompt', for task 'text' 'text').
+        reference_column: column of the reference, such as answers.text.0 (default: the embedded text's own, else
+            'reference').
+        hub_config: configuration (subset) of a folder or a data set on the hub.
         hub_split: its split.
-        instruction: what the model is asked; {prompt} and every column name in braces are filled in.
-        chat: put the instruction into the tokenizer's chat template as the user's message.
+        instruction: what the model is asked; {prompt} and every column name in braces are filled in (default: the
+            task's, else {prompt}).
+        chat: put the instruction into the tokenizer's chat template as the user's message; never for task 'text'.
+        system: a system message before it; without a chat, text before everything else.
+        few_shot: show the first so many rows as solved examples before each prompt; they are no prompts themselves.
+        shot_separator: without a chat, what stands after the system text and each solved example (default: an empty
+            line).
+        separator: without a chat, what stands between a prompt that does not end in white space and its reference; it
+            counts as the reference's (default: the task's, else nothing).
         reference_filter: 'gsm8k' strips GSM8K's <<...>> calculator notes and keeps the worked answer with its final
-            '#### N' line; 'none' changes nothing; 'auto' is 'gsm8k' for the embedded GSM8K.
-        limit: use the first so many rows only.
+            '#### N' line; 'none' changes nothing; 'auto' is 'gsm8k' for task 'maths' and the embedded GSM8K.
+        reference_strip: white space to remove: 'both' sides; as in 'code', where the first line keeps its indentation;
+            or 'none' (default: the task's, else 'both').
+        source_language: for task 'translation' and instructions with {source_language}.
+        target_language: for task 'translation' and instructions with {target_language}.
+        text_window: for task 'text', most characters of a window that a document is cut into, at white space.
+        text_prompt: for task 'text', most characters of a window that are its prompt, on which there is no loss.
+        limit: use the first so many rows only, those of few_shot not counted.
         splits: split names and their shares of all prompts; they add up to 1.
     """
 
     source: str = EMBEDDED_GSM8K
+    task: str | None = None
     prompt_column: str | None = None
     reference_column: str | None = None
     hub_config: str | None = None
     hub_split: str = "train"
-    instruction: str = "{prompt}"
+    instruction: str | None = None
     chat: bool = True
+    system: str | None = None
+    few_shot: int = 0
+    shot_separator: str | None = None
+    separator: str | None = None
     reference_filter: str = "auto"
+    reference_strip: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
+    text_window: int = 2000
+    text_prompt: int = 200
     limit: int | None = None
     splits: dict[str, float] = field(default_factory=_default_splits)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit: expected at least 1 row, or none for all, got {self.limit}")
-        if self.reference_filter != "auto" and self.reference_filter not in REFERENCE_FILTERS:
-            raise ValueError(unknown_name("reference_filter", self.reference_filter, ["auto", *REFERENCE_FILTERS]))
+        if self.few_shot < 0:
+            raise ValueError(f"few_shot: expected a number of examples, 0 for none, got {self.few_shot}")
+        named = (
+            ("task", self.task, PRESETS, None),
+            ("reference_filter", self.reference_filter, REFERENCE_FILTERS, "auto"),
+            ("reference_strip", self.reference_strip, REFERENCE_STRIPS, None),
+        )
+        for argument, value, known, default in named:
+            if value != default and value not in known:
+                raise ValueError(unknown_name(argument, value, [*filter(None, [default]), *known]))
         _check_splits(self.splits)
+        _check_instruction(self)
+        _check_columns(self)
+        if self.task_name == "text":
+            _check_text(self)
+
+    @property
+    def task_name(self) -> str | None:
+        """The task: as given, else the embedded text's own, else none."""
+        own = EMBEDDED_TEXTS.get(self.source)
+        return self.task or (own.task if own else None)
+
+    @property
+    def preset(self) -> Preset:
+        """The task's preset with everything in it that this config sets otherwise; `instruction` is the one to use."""
+        preset = PRESETS[self.task_name] if self.task_name else Preset()
+        chat = self.chat and preset.chat
+        asked = preset.instruction if chat else preset.plain_instruction
+        if self.source == EMBEDDED_GSM8K:
+            preset = replace(preset, reference_filter="gsm8k")
+        mine: dict[str, Any] = {
+            "instruction": asked if self.instruction is None else self.instruction,
+            "chat": chat,
+            "columns": self._columns(preset),
+        }
+        for name in ("shot_separator", "separator", "reference_strip"):
+            if getattr(self, name) is not None:
+                mine[name] = getattr(self, name)
+        if self.reference_filter != "auto":
+            mine["reference_filter"] = self.reference_filter
+        return replace(preset, **mine)
+
+    @property
+    def languages(self) -> dict[str, str]:
+        """The languages by the name that an instruction calls them: as given, else the embedded text's own."""
+        own = EMBEDDED_TEXTS.get(self.source)
+        source, target = (own.languages if own else None) or (None, None)
+        known = {
+            "source_language": self.source_language or source,
+            "target_language": self.target_language or target,
+        }
+        return {name: language for name, language in known.items() if language is not None}
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting by name, as it is in force: defaults of task and source filled in."""
+        preset = self.preset
+        prompt_column, reference_column = preset.columns
+        names = ("instruction", "chat", "shot_separator", "separator", "reference_filter", "reference_strip")
+        return {
+            **asdict(self),
+            "task": self.task_name,
+            "prompt_column": prompt_column,
+            "reference_column": reference_column,
+            **{name: getattr(preset, name) for name in names},
+            **self.languages,
+        }
+
+    def _columns(self, preset: Preset) -> tuple[str, str]:
+        own = EMBEDDED_TEXTS.get(self.source)
+        prompt, reference = own.columns if own else preset.columns
+        prompt = self.prompt_column or prompt
+        return prompt, prompt if self.task_name == "text" else self.reference_column or reference
 
 
 @dataclass(frozen=True)
 class Example:
     """One prompt with its reference.
 
-    `prompt_id` is a hash of the prompt column (a repeated prompt gets a suffix '-1', '-2', ...); `prompt` is the
-    instruction filled in; `fields` holds the row as it came.
+    `prompt_id` is a hash of the prompt column (a repeated prompt gets a suffix '-1', '-2', ..., as does every further
+    window of a text); `prompt` is the instruction filled in; `fields` holds the row as it came. `separator` stands
+    between prompt and reference where there is no chat, and `shots` are the solved examples before it. A model ends its
+    answer where the reference does, unless not `ends`: the text goes on.
     """
 
     prompt_id: str
     prompt: str
     reference: str
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    separator: str = ""
+    shots: tuple[Example, ...] = field(default=(), repr=False)
+    ends: bool = True
 
 
 def load_examples(config: PromptConfig, split: str | None = None) -> list[Example]:
@@ -100,27 +191,20 @@ def load_examples(config: PromptConfig, split: str | None = None) -> list[Exampl
         ValueError: a column is missing, a prompt or reference is empty, or the source cannot be understood.
         FileNotFoundError: the file does not exist.
     """
+    return list(read_examples(config, split))
+
+
+def read_examples(config: PromptConfig, split: str | None = None) -> Iterator[Example]:
+    """Read examples one by one, as `load_examples` does; of what was read only the prompts' ids are kept.
+
+    Raises:
+        ValueError: a column is missing, a prompt or reference is empty, or the source cannot be understood.
+        FileNotFoundError: the file does not exist.
+    """
     if split is not None and split not in config.splits:
         raise ValueError(unknown_name("split", split, config.splits))
-    own_prompt, own_reference = EMBEDDED_COLUMNS.get(config.source, ("prompt", "reference"))
-    prompt_column = config.prompt_column or own_prompt
-    reference_column = config.reference_column or own_reference
-    seen: dict[str, int] = {}
-    examples = []
-    for number, row in enumerate(islice(_read_rows(config), config.limit), start=1):
-        where = f"row {number} of {config.source}"
-        text = _cell(row, prompt_column, "prompt_column", where)
-        reference = _reference_filter(config)(_cell(row, reference_column, "reference_column", where)).strip()
-        if not reference:
-            raise ValueError(f"{reference_column}: expected a reference with text, got an empty one in {where}")
-        prompt_id = hashlib.sha256(text.encode()).hexdigest()[:16]
-        repeats = seen[prompt_id] = seen.get(prompt_id, -1) + 1
-        prompt_id += f"-{repeats}" if repeats else ""
-        if split is None or split_of(prompt_id, config.splits) == split:
-            examples.append(Example(prompt_id, _fill(config.instruction, text, row), reference, row))
-    if not examples and split is None:
-        raise ValueError(f"source: expected at least one row, {config.source!r} has none")
-    return examples
+    rows = read_rows(config.source, config.hub_config, config.hub_split, streaming=config.limit is not None)
+    return _make_examples(config, config.preset, rows, split)
 
 
 def split_of(prompt_id: str, splits: Mapping[str, float]) -> str:
@@ -139,24 +223,81 @@ def split_of(prompt_id: str, splits: Mapping[str, float]) -> str:
     return next(reversed(list(splits)))
 
 
-def _fill(instruction: str, prompt: str, row: Mapping[str, Any]) -> str:
+def _make_examples(config: PromptConfig, preset: Preset, rows: Iterator[Row], split: str | None) -> Iterator[Example]:
+    numbered = ((row, f"row {number} of {config.source}") for number, row in enumerate(rows, start=1))
+    shots = tuple(_read_pair(config, preset, row, where) for row, where in islice(numbered, config.few_shot))
+    shown = {shot.prompt_id for shot in shots}
+    seen: dict[str, int] = {}
+    empty = True
+    for row, where in islice(numbered, config.limit):
+        empty = False
+        read = _read_windows if config.task_name == "text" else _read_one
+        for example in read(config, preset, row, where):
+            text_id = example.prompt_id
+            if text_id in shown or (split is not None and split_of(text_id, config.splits) != split):
+                break
+            repeats = seen[text_id] = seen.get(text_id, -1) + 1
+            yield replace(example, prompt_id=f"{text_id}-{repeats}" if repeats else text_id, shots=shots)
+    if empty:
+        beyond = f" beyond the {len(shots)} of few_shot" if shots else ""
+        raise ValueError(f"source: expected at least one row{beyond}, {config.source!r} has none")
+
+
+def _read_one(config: PromptConfig, preset: Preset, row: Row, where: str) -> Iterator[Example]:
+    yield _read_pair(config, preset, row, where)
+
+
+def _read_pair(config: PromptConfig, preset: Preset, row: Row, where: str) -> Example:
+    """Read one prompt and its reference from a row."""
+    prompt_column, reference_column = preset.columns
+    text = _cell(row, prompt_column, "prompt_column", where)
+    reference = REFERENCE_FILTERS[preset.reference_filter](_cell(row, reference_column, "reference_column", where))
+    reference = REFERENCE_STRIPS[preset.reference_strip](reference)
+    if not reference.strip():
+        raise ValueError(f"{reference_column}: expected a reference with text, got an empty one in {where}")
+    prompt = _fill(preset.instruction, {**row, **config.languages, "prompt": text}, where)
+    separator = "" if preset.chat or prompt[-1:].isspace() else preset.separator
+    return Example(_text_id(text), prompt, reference, row, separator)
+
+
+def _read_windows(config: PromptConfig, preset: Preset, row: Row, where: str) -> Iterator[Example]:
+    """Read the windows of a document, which share its id."""
+    text = _cell(row, preset.columns[0], "prompt_column", where)
+    if len(text) < 2:
+        raise ValueError(f"prompt_column: expected a document of two characters at least, got {text!r} in {where}")
+    text_id = _text_id(text)
+    for prompt, reference, ends in cut_windows(text, config.text_window, config.text_prompt):
+        yield Example(text_id, prompt, reference, row, ends=ends)
+
+
+def _text_id(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fill(instruction: str, values: Mapping[str, Any], where: str) -> str:
     """Put the prompt and columns into the instruction; braces in the values stay as they are."""
-    try:
-        return instruction.format_map({**row, "prompt": prompt})
-    except KeyError as error:
-        raise ValueError(
-            f"instruction: {error.args[0]!r} is neither 'prompt' nor a column; columns: {', '.join(map(str, row))}"
-        ) from error
-    except (IndexError, ValueError) as error:
-        raise ValueError(f"instruction: expected names in braces, such as {{prompt}}, got {instruction!r}") from error
+    parts = []
+    for literal, name, _, _ in Formatter().parse(instruction):
+        parts.append(literal)
+        if name is not None:
+            value = find_value(values, name, "instruction", f" (in {where})")
+            if not isinstance(value, (str, int, float)):
+                raise ValueError(f"instruction: expected text in {name!r}, got {describe_value(value)} in {where}")
+            parts.append(str(value))
+    return "".join(parts)
 
 
-def _cell(row: Mapping[str, Any], column: str, argument: str, where: str) -> str:
-    if column not in row:
-        raise ValueError(f"{unknown_name(argument, column, row)} (in {where})")
-    value = row[column]
+def _cell(row: Row, column: str, argument: str, where: str) -> str:
+    value = find_value(row, column, argument, f" (in {where})")
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{argument}: expected text in column {column!r}, got {value!r} in {where}")
+        raise ValueError(f"{argument}: expected text in column {column!r}, got {describe_value(value)} in {where}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{argument}: expected whole characters in column {column!r}, got half of one, "
+            f"{value[error.start]!r}, in {where}"
+        ) from error
     return value
 
 
@@ -165,95 +306,48 @@ def _check_splits(splits: Mapping[str, float]) -> None:
         raise ValueError(f"splits: expected shares that add up to 1, got {dict(splits)}")
 
 
-def _reference_filter(config: PromptConfig) -> Callable[[str], str]:
-    name = config.reference_filter
-    if name == "auto":
-        name = "gsm8k" if config.source == EMBEDDED_GSM8K else "none"
-    return REFERENCE_FILTERS[name]
-
-
-def strip_calculator_notes(reference: str) -> str:
-    """Remove GSM8K's calculator notes, which no model writes unasked.
-
-    >>> strip_calculator_notes("16 - 3 = <<16-3=13>>13 eggs")
-    '16 - 3 = 13 eggs'
-    """
-    return _CALCULATOR_NOTES.sub("", reference)
-
-
-def _unchanged(reference: str) -> str:
-    return reference
-
-
-def _read_rows(config: PromptConfig) -> Iterator[Mapping[str, Any]]:
-    source = config.source
-    if source == EMBEDDED_GSM8K:
-        return _read_jsonl(gsm8k())
-    if source == EMBEDDED_HUMANEVAL:
-        return _read_jsonl(humaneval())
-    if source.startswith("embedded:"):
-        raise ValueError(unknown_name("source", source, EMBEDDED_COLUMNS))
-    path = Path(source)
-    reader = FILE_READERS.get(path.suffix.lower())
-    if reader is not None:
-        if not path.is_file():
-            raise FileNotFoundError(f"source: no such file: {source}")
-        return reader(path)
-    if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
-        kinds = ", ".join(FILE_READERS)
-        raise ValueError(f"source: expected '{EMBEDDED_GSM8K}', a file ({kinds}) or a hub data set, got {source!r}")
-    return _read_hub(config)
-
-
-def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"source: line {number} of {path} is not JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"source: line {number} of {path}: expected an object with columns, got {line[:40]!r}")
-            yield row
-
-
-def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _check_instruction(config: PromptConfig) -> None:
+    """Refuse an instruction that cannot be filled in, and languages that are missing or not mentioned."""
+    instruction = config.preset.instruction
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"source: {path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
+        fields = [part[1:] for part in Formatter().parse(instruction) if part[1] is not None]
+    except ValueError:
+        fields = []
+    if not fields or any(not name or spec or conversion for name, spec, conversion in fields):
+        raise ValueError(f"instruction: expected names in braces, such as {{prompt}}, got {instruction!r}")
+    mentioned = {name for name, _, _ in fields}
+    for name in ("source_language", "target_language"):
+        if name in mentioned and config.instruction is None and name not in config.languages:
+            raise ValueError(f"{name}: expected a language for the task 'translation', such as German, got none")
+        given = getattr(config, name)
+        if given is not None and (name not in mentioned or not given.strip()):
+            raise ValueError(f"{name}: expected a language, and {{{name}}} in the instruction, got {given!r}")
 
 
-def _read_csv(path: Path) -> Iterator[Mapping[str, Any]]:
-    import csv
-
-    with path.open(encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file)
-
-
-def _read_hub(config: PromptConfig) -> Iterator[Mapping[str, Any]]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(config.source, config.hub_config, split=config.hub_split)
-    except Exception as error:  # the library raises a dozen unrelated kinds; each means the same to the user
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FileNotFoundError(f"source: data set {config.source!r} cannot be loaded: {reason}") from error
-    return iter(rows)
+def _check_columns(config: PromptConfig) -> None:
+    prompt, reference = config.preset.columns
+    if config.task_name != "text" and prompt == reference:
+        raise ValueError(
+            f"reference_column: expected another column than the prompt's, got {reference!r} for both; "
+            "for plain text, which is its own reference, set task: text"
+        )
 
 
-REFERENCE_FILTERS: dict[str, Callable[[str], str]] = {"none": _unchanged, "gsm8k": strip_calculator_notes}
-
-FILE_READERS: dict[str, Callable[[Path], Iterator[Mapping[str, Any]]]] = {
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-}
+def _check_text(config: PromptConfig) -> None:
+    """Refuse what plain text has no place for, and windows that would leave no reference."""
+    if config.text_prompt < 1:
+        raise ValueError(f"text_prompt: expected at least 1 character, got {config.text_prompt}")
+    if config.text_window < 2 * config.text_prompt + 2:
+        raise ValueError(
+            f"text_window: expected at least {2 * config.text_prompt + 2} characters, twice text_prompt and two, "
+            f"got {config.text_window}"
+        )
+    none: dict[str, Any] = dict.fromkeys(("instruction", "system", "separator", "shot_separator"))
+    for name, default in {**none, "few_shot": 0, "reference_filter": "auto", "reference_strip": None}.items():
+        if getattr(config, name) != default:
+            raise ValueError(f"{name}: expected none for the task 'text', got {getattr(config, name)!r}")
+    if config.reference_column not in (None, config.preset.columns[0]):
+        raise ValueError(
+            f"reference_column: expected none for the task 'text', which is its own reference, "
+            f"got {config.reference_column!r}"
+        )

@@ -7,6 +7,8 @@ name it as ``package.module:function``.
 from __future__ import annotations
 
 import re
+import string
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 
 from ..router.checks import check_choice
 
-__all__ = ["SCORERS", "Scorer", "exact_match", "final_answer", "find_scorer", "register_scorer", "rouge_l"]
+__all__ = ["SCORERS", "Scorer", "exact_match", "final_answer", "find_scorer", "register_scorer", "rouge_l", "token_f1"]
 
 
 class Scorer(Protocol):
@@ -73,7 +75,30 @@ def exact_match(prediction: str, reference: str) -> float:
     return float(prediction.casefold().split() == reference.casefold().split())
 
 
-SCORERS: dict[str, Scorer] = {"final_answer": final_answer, "rouge_l": rouge_l, "exact_match": exact_match}
+def token_f1(prediction: str, reference: str) -> float:
+    """F1 of the words of both, as SQuAD defines it: lower case, without punctuation and English articles.
+
+    >>> token_f1("The Eiffel Tower, Paris", "Eiffel Tower")
+    0.8
+    """
+    given, expected = _squad_words(prediction), _squad_words(reference)
+    if not given or not expected:
+        return float(given == expected)
+    shared = sum((Counter(given) & Counter(expected)).values())
+    return 2 * shared / (len(given) + len(expected))
+
+
+def _squad_words(text: str) -> list[str]:
+    bare = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+SCORERS: dict[str, Scorer] = {
+    "final_answer": final_answer,
+    "rouge_l": rouge_l,
+    "exact_match": exact_match,
+    "token_f1": token_f1,
+}
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:

@@ -167,20 +167,20 @@ def score_batch(
     """
     longest = max(len(example) for example in batch)
     input_ids = torch.empty(len(batch), longest, dtype=torch.long)
-    rows, labels = [], []
+    rows = []
     for index, example in enumerate(batch):
-        tokens = [*example.prompt_ids, *example.reference_ids[:-1]]
-        input_ids[index] = torch.tensor(tokens + tokens[-1:] * (longest - len(tokens)))
+        tokens = np.concatenate([example.prompt_ids, example.reference_ids[:-1]])
+        input_ids[index] = torch.from_numpy(np.pad(tokens, (0, longest - len(tokens)), mode="edge"))
         first = index * longest + len(example.prompt_ids) - 1
         rows.append(torch.arange(first, first + len(example.reference_ids)))
-        labels.extend(example.reference_ids)
     flat_rows = torch.cat(rows)
+    labels = torch.from_numpy(np.concatenate([example.reference_ids for example in batch])).long()
     with torch.inference_mode():
         draft_logits, draft_states = read_positions(pair.drafter, input_ids, flat_rows)
         verifier_logits, verifier_states = read_positions(pair.verifier, input_ids, flat_rows)
         verifier_logits = verifier_logits.to(draft_logits.device)
         try:
-            scored = score_positions(pair, draft_logits, verifier_logits, torch.tensor(labels), sampling, top_k)
+            scored = score_positions(pair, draft_logits, verifier_logits, labels, sampling, top_k)
         except ValueError as error:
             _name_non_finite(pair, draft_logits, verifier_logits, batch)
             raise error

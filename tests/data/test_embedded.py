@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import json
+import struct
 import subprocess
 import zipfile
 from dataclasses import replace
@@ -13,7 +15,17 @@ from typing import Any
 import pytest
 
 from speccascade.data import embedded
-from speccascade.data.embedded import EMBEDDED_MODELS, Payload, cache_dir, fetch, gsm8k, humaneval
+from speccascade.data.embedded import (
+    EMBEDDED_DATA,
+    EMBEDDED_MODELS,
+    Payload,
+    cache_dir,
+    fetch,
+    fetch_text,
+    gsm8k,
+    humaneval,
+)
+from speccascade.data.sources import EMBEDDED_TEXTS
 
 CONTENT = b'{"question": "1 + 1?", "answer": "2"}\n'
 
@@ -184,3 +196,66 @@ def test_two_processes_at_once_end_with_one_whole_copy(monkeypatch: pytest.Monke
     monkeypatch.setattr(embedded, "_download", overtaken)
     assert gsm8k().read_bytes() == CONTENT
     assert [path.name for path in (own_cache / "data").iterdir()] == ["gsm8k"]
+
+
+def test_wheels_are_downloaded_once_for_all_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin(monkeypatch, parts=(("a==1", "a/one"), ("a==1", "a/two"), ("b==1", "b/three")))
+    commands = serve(
+        monkeypatch, {"a==1": {"a/one": CONTENT[:5], "a/two": CONTENT[5:9]}, "b==1": {"b/three": CONTENT[9:]}}
+    )
+    assert gsm8k().read_bytes() == CONTENT
+    assert [command[-1] for command in commands] == ["a==1", "b==1"]
+
+
+def catalogue(messages: dict[str, str]) -> bytes:
+    """A compiled gettext catalogue: a header, a table of lengths and offsets a language, and the texts."""
+    items = sorted((key.encode(), value.encode()) for key, value in messages.items())
+    count, texts, tables = len(items), b"", []
+    for column in (0, 1):
+        for item in items:
+            tables.append((len(item[column]), 28 + 16 * count + len(texts)))
+            texts += item[column] + b"\0"
+    head = struct.pack("<7I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0)
+    return head + b"".join(struct.pack("<2I", *entry) for entry in tables) + texts
+
+
+ABOUT = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
+
+
+def test_translations_are_checked_and_written_as_sentences(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    first = catalogue(
+        {
+            "": ABOUT,
+            "Save": "Sichern",
+            "This field is required.": "Dieses Feld ist erforderlich.",
+            "noun\x04The %(name)s was added.": "%(name)s wurde hinzugefügt.",
+            "Add one more %d item\0Add %d more items here": "Noch einen\0Noch mehrere",
+            "Not translated at all yet": "",
+        }
+    )
+    second = catalogue({"": ABOUT, "This field is required.": "Anders.", "And here is more.": "Und hier ist mehr."})
+    members = {"django/conf/de.mo": first, "django/contrib/de.mo": second}
+    payload = replace(
+        EMBEDDED_DATA["django-de"],
+        parts=tuple(("django==1", member) for member in members),
+        sha256=hashlib.sha256(first + second).hexdigest(),
+    )
+    monkeypatch.setitem(embedded.EMBEDDED_DATA, "django-de", payload)
+    serve(monkeypatch, {"django==1": members})
+    assert [json.loads(line) for line in fetch_text("django-de").read_text(encoding="utf-8").splitlines()] == [
+        {"en": "This field is required.", "de": "Dieses Feld ist erforderlich."},
+        {"en": "The %(name)s was added.", "de": "%(name)s wurde hinzugefügt."},
+        {"en": "And here is more.", "de": "Und hier ist mehr."},
+    ]
+    assert [path.name for path in own_cache.rglob("*") if path.is_file()] == ["sentences.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["gsm", "stdlib"])
+def test_a_text_that_is_kept_in_no_file_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"embedded text: expected one of gsm8k, .*django-de, got '{name}'"):
+        fetch_text(name)
+
+
+def test_every_embedded_text_has_a_licence() -> None:
+    assert {f"embedded:{name}" for name in EMBEDDED_DATA} == set(EMBEDDED_TEXTS)
+    assert all(payload.licence for payload in EMBEDDED_DATA.values())

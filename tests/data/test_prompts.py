@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from speccascade.data import prompts
+from speccascade.data import sources
 from speccascade.data.encoding import encode_example, encode_prompt, end_token_id, end_token_ids
 from speccascade.data.prompts import Example, PromptConfig, load_examples, split_of
 
@@ -196,7 +196,11 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], messag
     [
         ("missing.jsonl", FileNotFoundError, "source: no such file: missing.jsonl"),
         ("embedded:gsm", ValueError, "did you mean 'embedded:gsm8k'"),
-        ("some where/else", ValueError, r"source: expected 'embedded:gsm8k', a file \(\.jsonl, \.parquet, \.csv\) or"),
+        (
+            "some where/else",
+            ValueError,
+            r"source: expected 'embedded:gsm8k', a file \(\.jsonl, \.json, \.parquet, \.csv, \.tsv\) or",
+        ),
     ],
 )
 def test_a_source_that_cannot_be_read_is_named(source: str, error: type[Exception], message: str) -> None:
@@ -232,7 +236,7 @@ def test_embedded_gsm8k_keeps_the_worked_answer_without_calculator_notes(
 ) -> None:
     path = tmp_path / "test.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": "16 - 3 = <<16-3=13>>13 eggs.\n#### 13"}) + "\n")
-    monkeypatch.setattr(prompts, "gsm8k", lambda: path)
+    monkeypatch.setattr(sources, "fetch_text", lambda name: path)
     example = load_examples(PromptConfig())[0]
     assert (example.prompt, example.reference) == ("How many?", "16 - 3 = 13 eggs.\n#### 13")
     assert load_examples(PromptConfig(reference_filter="none"))[0].reference.startswith("16 - 3 = <<16-3=13>>13")
@@ -242,6 +246,6 @@ def test_embedded_humaneval_gives_the_function_and_its_body(tmp_path: Path, monk
     path = tmp_path / "HumanEval.jsonl.gz"
     row = {"task_id": "HumanEval/0", "prompt": "def one():\n", "canonical_solution": "    return 1\n", "test": "..."}
     path.write_bytes(gzip.compress((json.dumps(row) + "\n").encode()))
-    monkeypatch.setattr(prompts, "humaneval", lambda: path)
+    monkeypatch.setattr(sources, "fetch_text", lambda name: path)
     (example,) = load_examples(PromptConfig("embedded:humaneval", instruction="Complete {task_id}:\n{prompt}"))
-    assert (example.prompt, example.reference) == ("Complete HumanEval/0:\ndef one():\n", "return 1")
+    assert (example.prompt, example.reference) == ("Complete HumanEval/0:\ndef one():\n", "    return 1")

@@ -3,7 +3,7 @@
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from speccascade.data.scorers import SCORERS, exact_match, final_answer, find_scorer, register_scorer, rouge_l
+from speccascade.data.scorers import SCORERS, exact_match, final_answer, find_scorer, register_scorer, rouge_l, token_f1
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,21 @@ def test_rouge_is_the_librarys_own():
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     for prediction, reference in (("the cats sat", "the cat sat down"), ("", "x"), ("a b c", "c b a")):
         assert rouge_l(prediction, reference) == scorer.score(reference, prediction)["rougeL"].fmeasure
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "quality"),
+    [
+        ("The Beatles!", "beatles", 1),
+        ("John Paul Jones", "Paul Jones of Leeds", 2 * 2 / 7),
+        ("no no no", "no", 2 * 1 / 4),
+        ("Rome", "Paris", 0),
+        ("the", "a", 1),
+        ("", "Paris", 0),
+    ],
+)
+def test_token_f1_counts_words_as_squad_does(prediction, reference, quality):
+    assert token_f1(prediction, reference) == pytest.approx(quality)
 
 
 def test_exact_match_ignores_case_and_space():
