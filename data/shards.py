@@ -79,7 +79,7 @@ OUTCOME_COLUMNS = pa.schema(
     ]
 )
 """Only where counterfactuals were asked for; null where none was tried. Score in [0, 1] of the answer that the verifier
-ends after the drafter's token and after its own, and whether the two answers differ."""
+ends after the drafter's token and after its own, and whether the two scores differ."""
 
 OPTIONAL_COLUMNS = (*CASCADE_COLUMNS, *OUTCOME_COLUMNS)
 
