@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from speccascade.cascade import VerifyBlock
 from speccascade.data.config import CascadeConfig, CollectConfig
 from speccascade.data.encoding import EncodedExample, encode_example
 from speccascade.data.pairs import Pair, PairConfig, PairIdentity, load_pair
 from speccascade.data.prompts import PromptConfig, load_examples
 from speccascade.router.bundle import save_bundle
 from speccascade.router.config import RouterConfig
+from speccascade.router.features import build_features
 from speccascade.router.heads import make_head
 
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
@@ -101,6 +103,10 @@ def save_router(tmp_path: Path) -> Callable[[PairIdentity], str]:
         with torch.no_grad():
             for values in head.parameters():
                 values.copy_(0.5 * torch.randn(values.shape, generator=generator))
+        shared, own = (torch.randn(count, 50, 1, 64, generator=generator) for count in (1, 2))
+        probs = (shared + own).softmax(dim=-1)
+        features = build_features(VerifyBlock.from_probs(*probs).stats, "verified").flatten(end_dim=-2)
+        head.set_normalisation(features.mean(dim=0), features.std(dim=0))  # so that it has opinions, right or wrong
         config = RouterConfig(**asdict(identity), trace_digest="d" * 64, default_alpha=0.3, calibration={})
         save_bundle(tmp_path / "router", head.eval(), config)
         return str(tmp_path / "router")

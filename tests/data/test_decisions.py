@@ -22,7 +22,7 @@ from speccascade.eval.replay import Replay
 OPTIONS: dict[str, dict[str, float]] = {
     "specdecode": {},
     "chow": {"alpha": 0.8},
-    "chow_log": {"alpha": 2.5},
+    "chow_log": {"alpha": 3.5},
     "diff": {"alpha": 0.02},
     "diff_log": {"alpha": 0.02},
     "opt": {"alpha": 0.05},
@@ -43,7 +43,7 @@ TEMPERATURES = [0.0, 0.7, 1.0]
 
 
 def collect_split(config: CollectConfig, pair: Pair, **settings: Any) -> TraceSplit:
-    config = replace(config, cascade=replace(config.cascade, **settings))
+    config = replace(config, cascade=replace(config.cascade, batch_size=4, **settings))
     collect(config, pair)
     return Traces.open(config.out).split("train")
 
@@ -87,7 +87,7 @@ def test_another_dial_disagrees_where_it_should(cascade_config: CollectConfig, c
     strict = logged_decisions(rules.TokenV2(0.02), split)
     assert torch.equal(strict, split.p_token_raw < split.stats.verifier_max - 0.02)
     assert agreement(rules.TokenV2(0.02), split) == (int((strict == split.deferred).sum()), len(split))
-    assert 0 < int((strict != split.deferred).sum())
+    assert int((strict != split.deferred).sum()) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -163,9 +163,7 @@ def test_positions_of_references_serve_rules_that_read_statistics_alone(collect_
     split = Traces.open(collect_config.out).split("train")
     rule = rules.OPT(0.05)
     assert torch.equal(logged_decisions(rule, split), rule.defer(split.stats))
-    with pytest.raises(
-        ValueError, match="split: expected positions of source 'cascade', got some that hold no drafted"
-    ):
+    with pytest.raises(ValueError, match="expected positions of source 'cascade', got some that hold no drafted"):
         logged_decisions(rules.TokenV2(0.1), split)
     with pytest.raises(ValueError, match="split: expected positions of source 'cascade', got some that hold no decis"):
         agreement(rule, split)
