@@ -70,7 +70,8 @@ def log_cascade(
             examples = [piece[index] for index in batch]
             answers = _answer(cascade, examples, config, ends)
             parts = recorder.collect(len(batch))
-            logged.update({i: _Logged(*run) for i, *run in zip(batch, examples, answers, parts, strict=True)})
+            for index, example, answer, part in zip(batch, examples, answers, parts, strict=True):
+                logged[index] = _Logged(example, answer, part)
             advance(sum(len(part.rows) for part in parts))
         yield _columns([logged[index] for index in range(len(piece))], trials, config.temperature == 0)
 

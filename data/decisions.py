@@ -81,7 +81,7 @@ def _verifier_table(rule: Any, split: TraceSplit) -> Tensor | None:
     if not isinstance(rule, TopK):
         return None
     if split.temperature != 1:
-        raise _NotLoggedError(f"p° token by token where the temperature is {split.temperature}, but p")
+        raise _NotLoggedError(f"p° token by token at temperature {split.temperature}")
     if split.top_k is None or rule.k > split.top_k:
         raise _NotLoggedError(f"more than the {split.top_k} most probable tokens")
     return split.topk_p

@@ -57,7 +57,7 @@ def test_every_rule_decides_from_the_trace_as_in_the_run(
     split = collect_split(config, cascade_pair, rule=name, rule_options=OPTIONS[name])
     rule = rules.get(name, **OPTIONS[name])
     if name == "top_k" and temperature != 1:
-        with pytest.raises(ValueError, match=rf"rule TopK\(k=3\): cannot be replayed, .* temperature is {temperature}"):
+        with pytest.raises(ValueError, match=rf"rule TopK\(k=3\): cannot be replayed, .* at temperature {temperature}"):
             logged_decisions(rule, split)
         return
     assert agreement(rule, split) == (len(split), len(split))
