@@ -25,7 +25,7 @@ from torch import Tensor
 from ..cascade.statistics import STAT_FIELDS, Stats
 from ..router.checks import unknown_name
 from .pairs import PairIdentity, file_digest
-from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA_VERSION, read_rows
+from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA, SCHEMA_VERSION, read_rows
 
 __all__ = ["SCHEMA_VERSION", "Manifest", "Shard", "TracePlan", "TraceSplit", "Traces"]
 
@@ -256,7 +256,8 @@ class Traces:
         """
         if name not in self.splits:
             raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
-        table = read_rows([self.folder / shard.file for shard in self.manifest.shards], split=name)
+        files = [self.folder / shard.file for shard in self.manifest.shards]
+        table = read_rows(files, split=name, columns=SCHEMA.names)
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
