@@ -10,7 +10,7 @@ Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,7 +30,7 @@ from .results import LedgerEntry
 from .targets import Target, check_rule, read_target
 from .verify import emission_law, judge
 
-__all__ = ["SpeculativeCascade"]
+__all__ = ["Round", "RoundObserver", "SpeculativeCascade"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,21 @@ class Round:
         return [[*tokens[:accepted], last] for tokens, accepted, last in rows]
 
 
+@runtime_checkable
+class RoundObserver(Protocol):
+    """Whoever looks on while a cascade generates; what it is shown stays as it is."""
+
+    def observe(self, round_: Round, rows: Sequence[int], kept: Sequence[int]) -> None:
+        """Take note of one round.
+
+        Args:
+            round_: what was drafted, decided and accepted.
+            rows: which prompt of the call each row of the block belongs to; rows that have ended are gone.
+            kept: how many of each row's ``round_.tokens()`` stay; the rest stands behind the end of the sequence.
+        """
+        ...
+
+
 class SpeculativeCascade(PairLoop):
     """Two models and a rule: tokens whose law is the rule's target π.
 
@@ -65,6 +80,7 @@ class SpeculativeCascade(PairLoop):
         bonus: where the token after a fully accepted block comes from: the ``"verifier"`` (p) or the ``"target"`` (π,
             at the price of one more drafter step a block).
         vocab_size: number of token ids that both models share and may emit; default: the smaller head.
+        observer: is shown every round of ``generate``; not those that the cascade drafts for a larger model.
 
     Raises:
         ValueError: an argument out of range, a model that cannot be run exactly (recurrent, an encoder-decoder with
@@ -79,6 +95,7 @@ class SpeculativeCascade(PairLoop):
         gamma: int | AdaptiveGamma = 5,
         bonus: Literal["verifier", "target"] = "verifier",
         vocab_size: int | None = None,
+        observer: RoundObserver | None = None,
     ) -> None:
         if not isinstance(gamma, AdaptiveGamma):
             check_count("gamma", gamma)
@@ -92,6 +109,7 @@ class SpeculativeCascade(PairLoop):
         self.pace = gamma if isinstance(gamma, AdaptiveGamma) else None
         self.gamma = gamma.maximum if isinstance(gamma, AdaptiveGamma) else gamma
         self.bonus = bonus
+        self.observer = observer
 
     @property
     def name(self) -> str:
@@ -101,7 +119,7 @@ class SpeculativeCascade(PairLoop):
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin one call with a row for each prompt."""
         pacer = None if self.pace is None else Pacer(self.pace, len(prompts), self.rule)
-        return CascadeSession(self, PairState(self, prompts), pacer)
+        return CascadeSession(self, PairState(self, prompts), pacer, self.observer)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin to draft for a larger model: a cascade is a drafter.
@@ -111,7 +129,7 @@ class SpeculativeCascade(PairLoop):
         """
         if self.pace is not None:
             raise ValueError(f"drafter {self.name}: expected a fixed gamma where a cascade drafts, got {self.pace!r}")
-        return self.open_session(prompts)
+        return CascadeSession(self, PairState(self, prompts))
 
     def run_round(
         self,
@@ -197,8 +215,15 @@ class CascadeSession:
     As a drafter it hands over each token with the very law that it follows, so composition stays exact.
     """
 
-    def __init__(self, cascade: SpeculativeCascade, state: PairState, pacer: Pacer | None = None) -> None:
-        self._cascade, self._state, self._pacer = cascade, state, pacer
+    def __init__(
+        self,
+        cascade: SpeculativeCascade,
+        state: PairState,
+        pacer: Pacer | None = None,
+        observer: RoundObserver | None = None,
+    ) -> None:
+        self._cascade, self._state, self._pacer, self._observer = cascade, state, pacer, observer
+        self._prompts = list(range(len(state.verifying.lengths)))  # which prompt each row belongs to
 
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
         """Write the next block of every row by one round."""
@@ -211,6 +236,10 @@ class CascadeSession:
             row.verifier_calls += 1
             row.drafted += drafted
             row.drafter_calls += calls
+        if self._observer is not None:
+            written = [[entry.token for entry in row.entries] for row in rows]
+            kept = [request.stopping.keep(*pair)[0] for pair in zip(written, round_.tokens(), strict=True)]
+            self._observer.observe(round_, self._prompts, kept)
         return _block_entries(round_, with_tv=request.ledger)
 
     def propose(self, request: DraftRequest) -> Draft:
@@ -246,6 +275,7 @@ class CascadeSession:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
+        self._prompts = [self._prompts[row] for row in rows]
         self._state.select_rows(rows)
         if self._pacer is not None:
             self._pacer.select_rows(rows)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..cascade.checks import check_count, is_integer
 from ..cascade.distributions import Sampling
-from ..router.checks import unknown_name
+from ..router import rules
+from ..router.checks import check_range, unknown_name
 from .pairs import PairConfig
 from .prompts import PromptConfig
 
@@ -29,8 +31,12 @@ class CascadeConfig:
         batch_size: prompts that run together.
         seed: with each prompt's id it decides what is drawn, whatever else runs.
         scorer: grades whole answers against the reference, such as 'final_answer'; needed by `counterfactuals`.
-        counterfactuals: at so many disagreements a prompt, swap in the drafter's token, let the verifier go on, and
-            log whether the answer changes; 0 for none.
+        counterfactuals: at up to so many disagreements a prompt, let the verifier end the answer after the drafter's
+            token and after its own, and log how good the two answers are; 0 for none.
+
+    Raises:
+        ValueError: a number out of range, a rule that is unknown or cannot be built from its options, a rule beside a
+            router, α given twice, or one of `scorer` and `counterfactuals` without the other.
     """
 
     rule: str = "specdecode"
@@ -43,6 +49,46 @@ class CascadeConfig:
     seed: int = 0
     scorer: str | None = None
     counterfactuals: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "max_new_tokens", "batch_size"):
+            check_count(name, getattr(self, name))
+        for name in ("seed", "counterfactuals"):
+            value = getattr(self, name)
+            if not is_integer(value) or value < 0:
+                raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
+        if self.router is None:
+            rules.get(self.rule, **self.parameters)  # a rule that cannot be built is known before a model is loaded
+        else:
+            self._check_router_alone()
+        if self.counterfactuals and self.scorer is None:
+            raise ValueError("scorer: expected a name beside counterfactuals, such as 'final_answer', got none")
+        if self.scorer is not None and not self.counterfactuals:
+            raise ValueError(f"counterfactuals: expected at least 1 beside scorer {self.scorer!r}, got 0")
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """What the rule is built with: its options, and `alpha` where it is given.
+
+        Raises:
+            ValueError: α is given in both places.
+        """
+        if self.alpha is None:
+            return dict(self.rule_options)
+        if "alpha" in self.rule_options:
+            raise ValueError(
+                f"alpha: expected it once, got {self.alpha!r} and {self.rule_options['alpha']!r} in rule_options"
+            )
+        return {**self.rule_options, "alpha": self.alpha}
+
+    def _check_router_alone(self) -> None:
+        if self.rule != "specdecode" or self.rule_options:
+            raise ValueError(
+                f"router: expected a rule or a router, got router {self.router!r} beside "
+                + (f"rule {self.rule!r}" if self.rule != "specdecode" else f"rule_options {self.rule_options!r}")
+            )
+        if self.alpha is not None:
+            check_range("alpha", self.alpha, -float("inf"), float("inf"))
 
 
 @dataclass(frozen=True)
@@ -129,4 +175,9 @@ class CollectConfig:
             )
         if self.source == "cascade" and self.hidden:
             raise ValueError("hidden: expected false with source 'cascade', which logs no hidden states, got true")
+        if self.source == "cascade" and self.max_tokens is not None:
+            raise ValueError(
+                "max_tokens: expected none with source 'cascade', which scores no reference; "
+                f"set cascade.max_new_tokens, got {self.max_tokens}"
+            )
         Sampling(temperature=self.temperature)

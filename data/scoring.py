@@ -2,7 +2,8 @@
 
 Each position of a reference is scored once, given the true tokens before it (teacher forcing). Only the logits that
 predict a reference token are ever computed: the head sees the selected hidden states and nothing else. Statistics are
-float32, from `cascade.statistics`, in chunks that fit the processor's cache.
+float32, from `cascade.statistics`, in chunks that fit the processor's cache. `tabulate_block` turns distributions into
+columns, and serves the blocks of speculative runs as well.
 
 Knows nothing of files. Shapes: ``B`` sequence, ``L`` token, ``N`` scored position, ``V`` token of the vocabulary,
 ``K`` slot of the top-k union.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cascade.blocks import VerifyBlock
 from ..cascade.distributions import Sampling, logits_to_probs
-from ..cascade.forms import Whole
-from ..cascade.statistics import Stats
+from ..cascade.extremes import find_largest
+from ..cascade.forms import Certain, Distribution, FromLogits, Whole
 from .encoding import EncodedExample
 from .pairs import Pair
 
@@ -36,6 +38,7 @@ __all__ = [
     "score_in_order",
     "score_positions",
     "selecting_heads",
+    "tabulate_block",
 ]
 
 _CHUNK_ELEMENTS = 3_000_000
@@ -64,8 +67,8 @@ class ScoredRows:
     def __len__(self) -> int:
         return len(self.label)
 
-    def take(self, rows: slice) -> ScoredRows:
-        """The same rows of every column."""
+    def take(self, rows: slice | np.ndarray[Any, Any]) -> ScoredRows:
+        """The same rows of every column, by a slice or by their indices."""
         floats = {name: values[rows] for name, values in self.floats.items()}
         topk = self.topk_ids[rows], self.topk_q[rows], self.topk_p[rows], self.topk_kept[rows]
         hidden = {name: values[rows] for name, values in self.hidden.items()}
@@ -254,41 +257,83 @@ def score_positions(
 def _score_chunk(
     draft_logits: Tensor, verifier_logits: Tensor, labels: Tensor, sampling: Sampling, top_k: int
 ) -> ScoredRows:
+    draft_logits, verifier_logits = draft_logits.unsqueeze(0), verifier_logits.unsqueeze(0)
     draft_raw, verifier_raw = (Whole(logits_to_probs(logits), logits) for logits in (draft_logits, verifier_logits))
     draft, verifier = draft_raw, verifier_raw
     if not sampling.is_plain:
         draft, verifier = (Whole(logits_to_probs(logits, sampling)) for logits in (draft_logits, verifier_logits))
-    stats = Stats(draft, verifier, draft_raw, verifier_raw)
-    draft_probs, verifier_probs = draft.dense, verifier.dense
-    at_label = labels.unsqueeze(-1)
-    floats = {
-        **stats.columns(),
-        "q_label": draft_probs.gather(-1, at_label).squeeze(-1),
-        "p_label": verifier_probs.gather(-1, at_label).squeeze(-1),
-    }
-    draft_ids, token = _top_ids(draft_raw.dense, top_k)
-    verifier_ids, _ = _top_ids(verifier_raw.dense, top_k)
+    positions = torch.arange(len(labels), device=labels.device).unsqueeze(0)
+    block = VerifyBlock(draft, draft_raw, verifier, verifier_raw, draft_raw.argmax, positions)
+    return tabulate_block(block, labels.unsqueeze(0), top_k)
+
+
+def tabulate_block(
+    block: VerifyBlock, labels: Tensor, top_k: int, chosen: Tensor | None = None, at_tokens: bool = False
+) -> ScoredRows:
+    """Turn both models' distributions over a block into trace columns: the one place where either logger does it.
+
+    The statistics are ``block.stats``, the very numbers that a rule reads.
+
+    Args:
+        block: ``[B, T]`` positions; its tokens are logged as what the drafter proposes.
+        labels: ``[B, T]``, the true tokens.
+        top_k: how many of each model's most probable tokens to keep.
+        chosen: ``[B, T]`` truth values, which positions to log; default: all.
+        at_tokens: whether to add q, p, q° and p° at the block's tokens, as rules read them.
+
+    Returns:
+        The rows of the chosen positions, sequence by sequence.
+    """
+
+    def take(values: Tensor) -> Tensor:
+        return values.flatten(0, 1) if chosen is None else values[chosen]
+
+    # First of all: once a whole table is at hand, it answers with other last digits than the rule was given.
+    floats = _at_tokens(block) if at_tokens else {}
+    # Then these: the statistics read their maxima from what is found here.
+    draft_ids, verifier_ids = (_top_ids(side, top_k, take) for side in (block.draft_raw, block.verifier_raw))
+    floats |= {**block.stats.columns(), "q_label": block.draft.at(labels), "p_label": block.verifier.at(labels)}
     union = torch.cat([draft_ids, verifier_ids], dim=-1).sort(dim=-1).values
     kept = torch.ones_like(union, dtype=torch.bool)
     kept[:, 1:] = union[:, 1:] != union[:, :-1]
-    arrays = [token, labels, union, draft_probs.gather(-1, union), verifier_probs.gather(-1, union), kept]
-    token_np, label_np, ids, q_top, p_top, kept_np = (array.cpu().numpy() for array in arrays)
-    named = {name: values.cpu().numpy() for name, values in floats.items()}
-    return ScoredRows(token_np, label_np, named, ids, q_top, p_top, kept_np)
+    q_top, p_top = (_probs_at(side, union, take) for side in (block.draft, block.verifier))
+    numbers = torch.stack([take(values) for values in floats.values()]).cpu().numpy()
+    arrays = [take(block.tokens), take(labels), union, q_top, p_top, kept]
+    token, label, ids, q_np, p_np, kept_np = (array.cpu().numpy() for array in arrays)
+    return ScoredRows(token, label, dict(zip(floats, numbers, strict=True)), ids, q_np, p_np, kept_np)
 
 
-def _top_ids(confidence: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Ids of the `top_k` most probable tokens ``[N, K]`` and the argmax ``[N]``, which is always among them."""
-    top_k = min(top_k, confidence.shape[-1])
-    found = confidence.topk(min(max(top_k, 2), confidence.shape[-1]), dim=-1)
-    ids, argmax = found.indices[:, :top_k], found.indices[:, 0].clone()
-    # topk orders equals at will, and may leave out the lowest of them, which is the argmax. Rare: argmax is slow.
-    tied = found.values[:, 0] == found.values[:, 1]
-    if tied.any():
-        argmax[tied] = confidence[tied].argmax(dim=-1)
-        missed = (ids != argmax.unsqueeze(-1)).all(dim=-1)
-        ids[missed, -1] = argmax[missed]
-    return ids, argmax
+def _at_tokens(block: VerifyBlock) -> dict[str, Tensor]:
+    sides = {"q": block.draft, "p": block.verifier}, {"q": block.draft_raw, "p": block.verifier_raw}
+    processed, raw = ({name: side.at(block.tokens) for name, side in pair.items()} for pair in sides)
+    named = {f"{name}_token": values for name, values in processed.items()}
+    return named | {f"{name}_token_raw": values for name, values in raw.items()}
+
+
+_Take = Callable[[Tensor], Tensor]
+
+
+def _top_ids(confidence: Distribution, top_k: int, take: _Take) -> Tensor:
+    """Ids of the `top_k` most probable tokens ``[N, K]``, the argmax always among them."""
+    count = min(top_k, confidence.vocab_size)
+    if isinstance(confidence, Whole):
+        ids: Tensor = confidence.top(min(max(count, 2), confidence.vocab_size))[1][..., :count]
+        return take(ids)
+    # Logits are ordered as their probabilities are, and need no second table.
+    scores = take(confidence.logits if isinstance(confidence, FromLogits) else confidence.dense)
+    argmax = take(confidence.argmax).unsqueeze(-1)
+    ids = find_largest(scores, count)[1]
+    # Equals come in any order, and may leave out the lowest of them, which is the argmax.
+    missed = (ids != argmax).all(dim=-1)
+    ids[:, -1] = torch.where(missed, argmax[:, 0], ids[:, -1])
+    return ids
+
+
+def _probs_at(side: Distribution, ids: Tensor, take: _Take) -> Tensor:
+    """Probabilities ``[N, K]`` of several tokens a position."""
+    if isinstance(side, Certain):
+        return (ids == take(side.argmax).unsqueeze(-1)).float()
+    return take(side.dense).gather(-1, ids)
 
 
 def _name_non_finite(

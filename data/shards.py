@@ -82,7 +82,7 @@ OUTCOME_COLUMNS = pa.schema(
     ]
 )
 """Only where counterfactuals were asked for; null where none was tried. Score in [0, 1] of the answer that the verifier
-ends after the drafter's token and after its own, and whether the two answers differ."""
+ends after the drafter's token and after its own, and whether the two scores differ."""
 
 HIDDEN_COLUMNS = ("draft_hidden", "verifier_hidden")
 """Only where hidden states were asked for: what each model's head reads at the position, float16 ``[H]``."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..cascade.statistics import STAT_FIELDS, Stats
 from ..router.checks import unknown_name
 from .pairs import PairIdentity, file_digest
-from .shards import SCHEMA, SCHEMA_VERSION, read_rows
+from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA, SCHEMA_VERSION, read_rows
 
 __all__ = ["SCHEMA_VERSION", "Manifest", "Shard", "TracePlan", "TraceSplit", "Traces"]
 
@@ -147,6 +147,20 @@ class TraceSplit:
         topk_ids: ``[N, K]`` long, ascending, padded with -1: the union of both models' most probable tokens.
         topk_q: q at those ids ``[N, K]``, padded with 0; what is missing to 1 is the tail.
         topk_p: p at those ids.
+        temperature: what q and p were processed with; None where it is not known.
+        top_k: how many tokens of each model the union holds; None where it is not known.
+        block: ``[N]`` long, the round that drafted the token. This and what follows up to ``p_token_raw`` is None
+            unless the positions come from speculative runs (source 'cascade').
+        draft_index: ``[N]`` long, its place in the drafted block.
+        accepted: ``[N]`` bool, whether it was kept.
+        deferred: ``[N]`` bool, what the rule of that run decided.
+        q_token: q at ``token`` ``[N]``.
+        p_token: p there.
+        q_token_raw: q° there.
+        p_token_raw: p° there.
+        outcomes: ``[N, 2]``, score of the answer that the verifier ends after the drafter's choice and after its own,
+            NaN where none was tried; None unless counterfactuals were collected.
+        answer_changed: ``[N]`` bool, whether the two scores differ; False where none was tried.
     """
 
     prompt_ids: tuple[str, ...]
@@ -159,6 +173,18 @@ class TraceSplit:
     topk_ids: Tensor
     topk_q: Tensor
     topk_p: Tensor
+    temperature: float | None = None
+    top_k: int | None = None
+    block: Tensor | None = None
+    draft_index: Tensor | None = None
+    accepted: Tensor | None = None
+    deferred: Tensor | None = None
+    q_token: Tensor | None = None
+    p_token: Tensor | None = None
+    q_token_raw: Tensor | None = None
+    p_token_raw: Tensor | None = None
+    outcomes: Tensor | None = None
+    answer_changed: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -246,6 +272,9 @@ class Traces:
             topk_ids=_padded(table, "topk_ids", width, -1).long(),
             topk_q=_padded(table, "topk_q", width, 0.0),
             topk_p=_padded(table, "topk_p", width, 0.0),
+            temperature=self.manifest.plan.temperature,
+            top_k=self.manifest.plan.top_k,
+            **_optional_columns(table),
         )
 
 
@@ -282,6 +311,19 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _column(table: pa.Table, name: str) -> Tensor:
     return torch.from_numpy(np.array(table[name].combine_chunks().to_numpy(zero_copy_only=False)))
+
+
+def _optional_columns(table: pa.Table) -> dict[str, Tensor]:
+    """What only some traces hold, by the names of `TraceSplit`."""
+    columns: dict[str, Tensor] = {}
+    if set(CASCADE_COLUMNS.names) <= set(table.column_names):
+        columns |= {name: _column(table, name) for name in CASCADE_COLUMNS.names}
+        columns |= {name: _column(table, name).long() for name in ("block", "draft_index")}
+    if set(OUTCOME_COLUMNS.names) <= set(table.column_names):
+        columns["outcomes"] = torch.stack([_column(table, name) for name in ("outcome_q", "outcome_p")], dim=-1)
+        changed = pc.fill_null(table["answer_changed"], False).combine_chunks()
+        columns["answer_changed"] = torch.from_numpy(np.array(changed.to_numpy(zero_copy_only=False)))
+    return columns
 
 
 def _padded(table: pa.Table, name: str, width: int, fill: float) -> Tensor:

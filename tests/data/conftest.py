@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from speccascade.data.config import CollectConfig
-from speccascade.data.pairs import PairConfig
-from speccascade.data.prompts import PromptConfig
+from speccascade.cascade import VerifyBlock
+from speccascade.data.config import CascadeConfig, CollectConfig
+from speccascade.data.encoding import EncodedExample, encode_example
+from speccascade.data.pairs import Pair, PairConfig, PairIdentity, load_pair
+from speccascade.data.prompts import PromptConfig, load_examples
+from speccascade.router.bundle import save_bundle
+from speccascade.router.config import RouterConfig
+from speccascade.router.features import build_features
+from speccascade.router.heads import make_head
 
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 
@@ -51,3 +59,56 @@ def collect_config(pair_folders: tuple[Path, Path], prompt_file: Path, tmp_path:
         batch_tokens=256,
         shard_prompts=4,
     )
+
+
+@pytest.fixture(scope="session")
+def cascade_pair(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: Any) -> Pair:
+    """A verifier of four layers that often agrees with its own first three; some letters end an answer."""
+    folder = tmp_path_factory.mktemp("cascade") / "verifier"
+    tiny_llama(seed=0, layers=4).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    pair = load_pair(PairConfig(drafter="early-exit:3", verifier=str(folder), dtype="float32", device="cpu"))
+    pair.verifier.generation_config.eos_token_id = [2, 5, 17]
+    return pair
+
+
+@pytest.fixture
+def cascade_config(collect_config: CollectConfig, prompt_file: Path) -> CollectConfig:
+    """Eight prompts in two shards, logged from speculative runs."""
+    return replace(
+        collect_config,
+        source="cascade",
+        prompts=PromptConfig(source=str(prompt_file), chat=False, limit=8, splits={"train": 1.0}),
+        splits=("train",),
+        cascade=CascadeConfig(gamma=3, max_new_tokens=24, batch_size=3),
+    )
+
+
+@pytest.fixture
+def encoded(cascade_config: CollectConfig, cascade_pair: Pair) -> list[EncodedExample]:
+    """The eight prompts as token ids, their text beside them."""
+    return [
+        EncodedExample(e.prompt_id, "train", *encode_example(e, cascade_pair.tokenizer, cascade_config.prompts), e)
+        for e in load_examples(cascade_config.prompts)
+    ]
+
+
+@pytest.fixture
+def save_router(tmp_path: Path) -> Callable[[PairIdentity], str]:
+    """`save_router(identity)` writes a bundle with random weights for a pair and returns its folder."""
+
+    def save(identity: PairIdentity) -> str:
+        head = make_head("mlp", "gap", "verified", hidden=(8,))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for values in head.parameters():
+                values.copy_(0.5 * torch.randn(values.shape, generator=generator))
+        shared, own = (torch.randn(count, 50, 1, 64, generator=generator) for count in (1, 2))
+        probs = (shared + own).softmax(dim=-1)
+        features = build_features(VerifyBlock.from_probs(*probs).stats, "verified").flatten(end_dim=-2)
+        head.set_normalisation(features.mean(dim=0), features.std(dim=0))  # so that it has opinions, right or wrong
+        config = RouterConfig(**asdict(identity), trace_digest="d" * 64, default_alpha=0.3, calibration={})
+        save_bundle(tmp_path / "router", head.eval(), config)
+        return str(tmp_path / "router")
+
+    return save
