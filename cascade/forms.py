@@ -115,6 +115,7 @@ class Whole(Distribution):
 
     def __init__(self, probs: Float[Tensor, "*batch V"], logits: Tensor | None = None) -> None:
         self._probs, self.logits = probs, logits
+        self._top: tuple[Tensor, Tensor] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -160,6 +161,8 @@ class Whole(Distribution):
 
         Which of equals come last is left open; the first is the argmax, the lowest of its equals.
         """
+        if self._top is not None and self._top[0].shape[-1] == count:
+            return self._top
         flat = self._probs.reshape(-1, self._probs.shape[-1])
         values, tokens = find_largest(flat, count)
         tied = values[:, 0] == values[:, 1]
@@ -169,7 +172,8 @@ class Whole(Distribution):
         values, tokens = values.view(shape), tokens.view(shape)
         known = {"maximum": values[..., 0], "argmax": tokens[..., 0], "margin": values[..., 0] - values[..., 1]}
         vars(self).update(known)
-        return values, tokens
+        self._top = values, tokens
+        return self._top
 
     @staticmethod
     def _lead_with_argmax(flat: Float[Tensor, "N V"], tokens: Int[Tensor, "N K"], tied: Tensor) -> None:

@@ -47,7 +47,7 @@ def log_cascade(
         config: the settings.
         pair: the models.
         pieces: the examples of each shard.
-        advance: is told of every so many logged positions; how many there will be is not known before.
+        advance: is told of prompts that have their answers, and of the tokens logged of them.
 
     Raises:
         ValueError: before a model runs: a prompt does not fit into the context, the router belongs to another pair,
@@ -72,7 +72,7 @@ def log_cascade(
             parts = recorder.collect(len(batch))
             for index, example, answer, part in zip(batch, examples, answers, parts, strict=True):
                 logged[index] = _Logged(example, answer, part)
-            advance(sum(len(part.rows) for part in parts))
+            advance(len(batch), sum(len(part.rows) for part in parts))
         yield _columns([logged[index] for index in range(len(piece))], trials, config.temperature == 0)
 
 

@@ -257,11 +257,13 @@ def score_positions(
 def _score_chunk(
     draft_logits: Tensor, verifier_logits: Tensor, labels: Tensor, sampling: Sampling, top_k: int
 ) -> ScoredRows:
-    draft_logits, verifier_logits = draft_logits.unsqueeze(0), verifier_logits.unsqueeze(0)
+    # Converted once: every statistic that takes logarithms from the logits would convert them again.
+    draft_logits, verifier_logits = (logits.float().unsqueeze(0) for logits in (draft_logits, verifier_logits))
     draft_raw, verifier_raw = (Whole(logits_to_probs(logits), logits) for logits in (draft_logits, verifier_logits))
     draft, verifier = draft_raw, verifier_raw
     if not sampling.is_plain:
         draft, verifier = (Whole(logits_to_probs(logits, sampling)) for logits in (draft_logits, verifier_logits))
+    _top_of(draft_raw, top_k)  # tells the argmax, which a search of its own would find more slowly
     positions = torch.arange(len(labels), device=labels.device).unsqueeze(0)
     block = VerifyBlock(draft, draft_raw, verifier, verifier_raw, draft_raw.argmax, positions)
     return tabulate_block(block, labels.unsqueeze(0), top_k)
@@ -317,8 +319,7 @@ def _top_ids(confidence: Distribution, top_k: int, take: _Take) -> Tensor:
     """Ids of the `top_k` most probable tokens ``[N, K]``, the argmax always among them."""
     count = min(top_k, confidence.vocab_size)
     if isinstance(confidence, Whole):
-        ids: Tensor = confidence.top(min(max(count, 2), confidence.vocab_size))[1][..., :count]
-        return take(ids)
+        return take(_top_of(confidence, count))
     # Logits are ordered as their probabilities are, and need no second table.
     scores = take(confidence.logits if isinstance(confidence, FromLogits) else confidence.dense)
     argmax = take(confidence.argmax).unsqueeze(-1)
@@ -327,6 +328,12 @@ def _top_ids(confidence: Distribution, top_k: int, take: _Take) -> Tensor:
     missed = (ids != argmax).all(dim=-1)
     ids[:, -1] = torch.where(missed, argmax[:, 0], ids[:, -1])
     return ids
+
+
+def _top_of(confidence: Whole, count: int) -> Tensor:
+    at_least_two = min(max(count, 2), confidence.vocab_size)
+    tokens: Tensor = confidence.top(at_least_two)[1][..., :count]
+    return tokens
 
 
 def _probs_at(side: Distribution, ids: Tensor, take: _Take) -> Tensor:

@@ -32,7 +32,7 @@ def log(config: CollectConfig, pair: Pair, pieces: Sequence[Sequence[EncodedExam
     """Log, write shards, read them again: rows by prompt."""
     rows: dict[str, Rows] = {}
     folder.mkdir(exist_ok=True)
-    for index, columns in enumerate(log_cascade(config, pair, pieces, lambda rows: None)):
+    for index, columns in enumerate(log_cascade(config, pair, pieces, lambda prompts, tokens: None)):
         write_shard(folder / f"{index}.parquet", columns, index, "")
         for row in pq.read_table(folder / f"{index}.parquet").to_pylist():
             rows.setdefault(row["prompt_id"], []).append(row)
@@ -215,7 +215,7 @@ def test_a_prompt_without_room_is_named_or_left_out(
     short = [example for example in encoded if len(example.prompt_ids) < longest]
     assert [fits(example, 512, config.cascade) for example in encoded] == [example in short for example in encoded]
     with pytest.raises(ValueError, match=rf"prompt [0-9a-f]{{16}}: {longest} tokens and \d+ new .* 512; set skip_"):
-        next(log_cascade(config, refuse_to_run(cascade_pair), [short[:1], encoded], lambda rows: None))
+        next(log_cascade(config, refuse_to_run(cascade_pair), [short[:1], encoded], lambda prompts, tokens: None))
     config = replace(config, skip_long=True, cascade=replace(config.cascade, rule="chow", alpha=1.0, gamma=8))
     beyond = [example for example in encoded if example not in short]
     logged = log(config, cascade_pair, [[*short[:2], *beyond], beyond], tmp_path / "rows")
@@ -250,7 +250,7 @@ def test_what_cannot_work_is_refused_before_a_model_runs(
 ) -> None:
     config = replace(cascade_config, cascade=replace(cascade_config.cascade, **change))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        next(log_cascade(config, refuse_to_run(cascade_pair), [encoded], lambda rows: None))
+        next(log_cascade(config, refuse_to_run(cascade_pair), [encoded], lambda prompts, tokens: None))
 
 
 def test_a_router_of_another_pair_is_refused(
@@ -274,7 +274,7 @@ def test_logits_that_are_not_finite_name_the_model_and_the_prompts(
         broken.lm_head.weight[7] = float("nan")
     pair = replace(cascade_pair, **{role: broken})
     with pytest.raises(ValueError, match=rf"the {role} broken-135M: expected finite .*{encoded[0].prompt_id}"):
-        next(log_cascade(cascade_config, pair, [encoded[:1]], lambda rows: None))
+        next(log_cascade(cascade_config, pair, [encoded[:1]], lambda prompts, tokens: None))
 
 
 def test_a_closed_generator_leaves_the_models_as_they_were(
@@ -283,7 +283,7 @@ def test_a_closed_generator_leaves_the_models_as_they_were(
     import threading
 
     before = threading.active_count()
-    shards = log_cascade(cascade_config, cascade_pair, [encoded[:2], encoded[2:]], lambda rows: None)
+    shards = log_cascade(cascade_config, cascade_pair, [encoded[:2], encoded[2:]], lambda prompts, tokens: None)
     next(shards)
     shards.close()
     assert threading.active_count() == before

@@ -42,7 +42,9 @@ def config(cascade_config: CollectConfig) -> CollectConfig:
 
 def log(config: CollectConfig, pair: Pair, examples: list[EncodedExample], tmp_path: Any) -> Rows:
     rows: Rows = []
-    for index, columns in enumerate(log_cascade(config, pair, [examples[:5], examples[5:]], lambda rows: None)):
+    for index, columns in enumerate(
+        log_cascade(config, pair, [examples[:5], examples[5:]], lambda prompts, tokens: None)
+    ):
         write_shard(tmp_path / f"{index}.parquet", columns, index, "")
         rows += pq.read_table(tmp_path / f"{index}.parquet").to_pylist()
     return rows
@@ -204,7 +206,7 @@ def test_a_score_that_is_none_names_scorer_and_prompt(
 ) -> None:
     SCORERS["letters"] = lambda prediction, reference: score
     with pytest.raises(ValueError, match=r"'letters': expected a number in \[0, 1\], got .* prompt [0-9a-f]{16}"):
-        next(log_cascade(config, cascade_pair, [encoded], lambda rows: None))
+        next(log_cascade(config, cascade_pair, [encoded], lambda prompts, tokens: None))
 
 
 def test_an_example_without_its_text_is_named(
@@ -212,4 +214,4 @@ def test_an_example_without_its_text_is_named(
 ) -> None:
     bare = replace(encoded[2], example=None)
     with pytest.raises(ValueError, match=f"counterfactuals: expected the reference of prompt {bare.prompt_id}"):
-        next(log_cascade(config, cascade_pair, [encoded[:2], [bare]], lambda rows: None))
+        next(log_cascade(config, cascade_pair, [encoded[:2], [bare]], lambda prompts, tokens: None))
