@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from filelock import FileLock, Timeout
 
 from .. import __version__
 from .cascaded import log_cascade
 from .config import CollectConfig
 from .encoding import EncodedExample, encode_example
-from .pairs import Pair, file_digest, load_pair
+from .folders import adopt_plan, record_shards, sole_writer, write_text
+from .pairs import Pair, load_pair
 from .progress import Progress, announce
 from .prompts import Example, load_examples, split_of
-from .shards import SCHEMA_VERSION, check_shard, read_rows, shard_name, write_shard
+from .shards import SCHEMA_VERSION, check_shard, shard_name, write_shard
 from .summary import describe
 from .teacher_forced import log_teacher_forced
-from .traces import MANIFEST, PLAN, Manifest, Shard, TracePlan, Traces, read_plan
+from .traces import MANIFEST, Manifest, TracePlan, Traces
 
 __all__ = ["collect"]
 
@@ -49,12 +47,12 @@ def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest:
         OSError: the folder cannot be written to, or another run is writing to it.
     """
     out = Path(config.out)
-    with _sole_writer(out):
+    with sole_writer(out):
         prompts = load_examples(config.prompts)  # first, since a misspelt column is found faster than a model is loaded
         pair = pair or load_pair(config.pair)
         examples = _encode_all(config, pair, prompts)
         plan = _make_plan(config, pair, examples)
-        _adopt_plan(out, plan)
+        adopt_plan(out, plan)
         if (out / MANIFEST).is_file() and all((out / shard.file).is_file() for shard in Manifest.read(out).shards):
             traces = Traces.open(out)
             announce(f"Traces in {out} are complete: {traces.manifest.rows:,} positions")
@@ -63,23 +61,6 @@ def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest:
         manifest = _write_manifest(out, plan)
     announce(describe(Traces.open(out, check=False)))
     return manifest
-
-
-@contextmanager
-def _sole_writer(out: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system lets go of when a process dies, however it dies."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".lock", timeout=0)
-        lock.acquire()
-    except Timeout as error:
-        raise OSError(f"out: another run is writing to {out}") from error
-    except OSError as error:
-        raise OSError(f"out: cannot write to {out}: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _encode_all(config: CollectConfig, pair: Pair, examples: Sequence[Example]) -> list[EncodedExample]:
@@ -148,37 +129,6 @@ def _make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExam
     )
 
 
-def _adopt_plan(out: Path, plan: TracePlan) -> None:
-    """Begin the folder with this plan, or make sure that it was begun with the same one."""
-    earlier = read_plan(out)
-    if earlier is None:
-        foreign = sorted(path.name for path in out.glob("*.parquet"))
-        if foreign:
-            raise ValueError(
-                f"out: {out / foreign[0]} is foreign: {out} holds Parquet files but no plan; use another folder"
-            )
-        _write_text(out / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
-        return
-    old, new = _flat(asdict(earlier)), _flat(asdict(plan))
-    for key in [*new, *old]:
-        if old.get(key) != new.get(key):
-            raise ValueError(
-                f"out: {out} was begun with {key} = {old.get(key)!r}, this run has {new.get(key)!r}; "
-                "use the same settings or another folder"
-            )
-    if earlier.digest != plan.digest:
-        raise ValueError(
-            f"out: {out} was begun with its splits in another order; use the same settings or another folder"
-        )
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
-
-
 def _run_shards(
     config: CollectConfig, pair: Pair, examples: Sequence[EncodedExample], plan: TracePlan, out: Path
 ) -> None:
@@ -205,25 +155,10 @@ def _run_shards(
 
 def _write_manifest(out: Path, plan: TracePlan) -> Manifest:
     """Vouch for the finished shards; the manifest appears last and whole."""
-    shards, rows_of, prompts_of = [], dict.fromkeys(plan.collected, 0), dict.fromkeys(plan.collected, 0)
     count = -(-plan.examples // plan.shard_prompts)
-    for path in (out / shard_name(index) for index in range(count)):
-        table = read_rows([path], columns=["prompt_id", "split"])
-        shards.append(Shard(path.name, table.num_rows, file_digest(path)))
-        splits = np.array(table["split"].to_pylist())
-        ids = np.array(table["prompt_id"].to_pylist())
-        for split in plan.collected:
-            rows_of[split] += int((splits == split).sum())
-            prompts_of[split] += len(set(ids[splits == split]))
-    manifest = Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of)
-    _write_text(out / MANIFEST, manifest.to_json())
+    manifest = record_shards(plan, [out / shard_name(index) for index in range(count)])
+    write_text(out / MANIFEST, manifest.to_json())
     return manifest
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 LOGGERS = {"teacher_forced": log_teacher_forced, "cascade": log_cascade}

@@ -113,14 +113,14 @@ def die() -> None:
 
 
 KILL_POINTS = {
-    "the plan is written": ("_write_text", 1, "after"),
+    "the plan is written": ("adopt_plan", 1, "after"),
     "the first shard is scored": ("write_shard", 1, "before"),
     "the first shard is half written": ("write_shard", 1, "half"),
     "a first shard is renamed": ("write_shard", 1, "after"),
     "the next shard is half written": ("write_shard", 1, "half"),
     "two more shards are renamed": ("write_shard", 2, "after"),
     "all shards are there": ("_write_manifest", 1, "before"),
-    "the manifest is there": ("_write_text", 1, "after"),
+    "the manifest is there": ("write_text", 1, "after"),
 }
 
 
