@@ -93,9 +93,8 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Manifest:
         parts = [part for traces in sets for part in traces.manifest.parts]
         manifest = _write_pieces(pieces, parts, plan, target)
     announce(describe(Traces.open(target, check=False)))
-    announce(
-        f"  {sum(traces.manifest.rows for traces in sets) - manifest.rows:,} positions were there twice, kept once"
-    )
+    repeated = sum(traces.manifest.rows for traces in sets) - manifest.rows
+    announce(f"  {repeated:,} positions were there already and are kept once")
     return manifest
 
 
@@ -107,9 +106,7 @@ def _check_folders(folders: Sequence[Path], out: Path) -> None:
         if resolved[number] in resolved[:number]:
             raise ValueError(f"merge: expected different folders, got {folder} twice")
         if resolved[number] in (out.resolve(), *out.resolve().parents):
-            raise ValueError(
-                f"out: expected a folder outside of those that are merged, got {out}, which is in {folder}"
-            )
+            raise ValueError(f"out: expected a folder outside of what is merged, got {out}, which is in {folder}")
 
 
 def _check_alike(first: Traces, other: Traces) -> None:

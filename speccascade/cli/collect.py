@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class CollectCommand(CollectConfig):
     """
 
     inspect: Path | None = None
-    merge: list[str] = field(default_factory=list)
+    merge: list[str] | None = None
     plots: bool = True
     json: bool = False
 
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> None:
     _refuse_idle_options(config)
     if config.inspect is not None:
         _inspect(config.inspect, plots=config.plots, as_json=config.json)
-    elif config.merge:
+    elif config.merge is not None:
         from ..data.merge import merge
 
         merge(config.merge, config.out)
@@ -68,11 +68,11 @@ def run(arguments: list[str]) -> None:
 
 def _refuse_idle_options(config: CollectCommand) -> None:
     """Refuse what would be dropped without a word."""
-    if config.inspect is not None and config.merge:
+    if config.inspect is not None and config.merge is not None:
         raise UsageError("cannot take --inspect and --merge together: choose one")
     if config.inspect is None and (config.json or not config.plots):
         raise UsageError(f"{'--json' if config.json else '--no-plots'}: only a summary is shown so; give --inspect DIR")
-    if config.inspect is None and not config.merge:
+    if config.inspect is None and config.merge is None:
         return
     flag, taken = ("--inspect", ()) if config.inspect is not None else ("--merge", ("out",))
     given, usual = _leaves(config), _leaves(CollectCommand())
@@ -80,7 +80,7 @@ def _refuse_idle_options(config: CollectCommand) -> None:
     idle = [name for name in given if name.partition(".")[0] not in own and given[name] != usual.get(name)]
     if idle:
         raise UsageError(f"--{idle[0].replace('_', '-')}: {flag} runs no model and would ignore it; leave it out")
-    if config.merge and config.out == CollectConfig.out:
+    if config.merge is not None and config.out == CollectConfig.out:
         raise UsageError("--out: needed with --merge, a folder of its own for the merged traces")
 
 

@@ -2,8 +2,8 @@
 
 Each command's config stands beside what it configures (``data``, ``training``, ``eval``); this module only reads it.
 On top of jsonargparse: dashes in flag names, ``--flag`` and ``--no-flag`` for booleans, ``--list a b`` beside
-``--list [a,b]``, flags override the file wherever they stand, and unknown keys are refused here, so that flags and files
-are answered alike.
+``--list [a,b]``, flags override the file wherever they stand, and unknown keys are refused here, so that flags and
+files are answered alike.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class CommandLine(Generic[ConfigT]):
 
     def _takes_words(self, name: str) -> bool:
         """Whether a flag takes several words: a list of texts, where free words mean nothing else."""
-        return self.positional is None and self.leaves.get(name) in (list[str], tuple[str, ...])
+        texts = (list[str], tuple[str, ...], list[str] | None, tuple[str, ...] | None)
+        return self.positional is None and self.leaves.get(name) in texts
 
     def _check_flag(self, name: str) -> None:
         if name == "config" or self._is_known(name):

@@ -1,4 +1,4 @@
-"""A summary of traces on the screen: a table where there is a terminal, plain lines of fixed width where there is none."""
+"""A summary of traces on the screen: a table on a terminal, plain lines of fixed width in a batch log."""
 
 from __future__ import annotations
 
