@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
 
 from .figures import BOUND, DRAFTER, INK, VERIFIER, figure_style, save_figure
 from .summary import HISTOGRAM_BINS, HISTOGRAMS, SplitTotals, TraceSummary
@@ -41,7 +42,7 @@ def plot_summary(summary: TraceSummary, directory: Path) -> list[Path]:
         _draw_right(axes[1, 2], numbers)
         for panel in (*axes[0], axes[1, 0]):
             panel.set_ylabel("share of positions")
-            panel.yaxis.set_major_formatter("{x:.0%}")
+            panel.yaxis.set_major_formatter(PercentFormatter(1.0))
         names = ", ".join(summary.splits)
         figure.suptitle(f"{summary.rows:,} positions ({names})", x=0.01, ha="left", color=BOUND, fontsize=10)
         figure.tight_layout(w_pad=2.0, h_pad=2.0)
@@ -114,5 +115,5 @@ def _draw_right(panel: Axes, numbers: dict[str, float]) -> None:
     panel.set(title="Whose first choice is right", xlabel="share of positions")
     panel.invert_yaxis()
     panel.margins(x=0.16)
-    panel.xaxis.set_major_formatter("{x:.0%}")
+    panel.xaxis.set_major_formatter(PercentFormatter(1.0))
     panel.grid(axis="y", visible=False)

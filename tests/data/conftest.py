@@ -59,7 +59,7 @@ def collect_config(pair_folders: tuple[Path, Path], prompt_file: Path, tmp_path:
     )
 
 
-def make_trace_folder(folder: Path, prompts: dict[str, int], **options: Any) -> Traces:
+def make_trace_folder(folder: Path, prompts: dict[str, int], /, **options: Any) -> Traces:
     """Write a made-up trace folder without any model.
 
     Args:
@@ -78,10 +78,9 @@ def make_trace_folder(folder: Path, prompts: dict[str, int], **options: Any) -> 
     write_text(folder / "plan.json", json.dumps(asdict(plan)))
     items, paths = list(prompts.items()), []
     for start in range(0, len(items), plan.shard_prompts):
-        parts = [
-            make_rows(name, reference, made, plan) for name, reference in items[start : start + plan.shard_prompts]
-        ]
-        columns = {name: sum((part[name] for part in parts), []) for name in parts[0]}
+        piece = items[start : start + plan.shard_prompts]
+        parts = [make_rows(name, reference, made, plan) for name, reference in piece]
+        columns = {name: [value for part in parts for value in part[name]] for name in parts[0]}
         paths.append(folder / shard_name(len(paths)))
         write_shard(paths[-1], columns, len(paths) - 1, plan.digest)
     write_text(folder / "manifest.json", record_shards(plan, paths).to_json())
@@ -123,9 +122,7 @@ def make_rows(name: str, reference: int, made: dict[str, Any], plan: TracePlan) 
         tried = noise.random(count) < 0.5
         values = {"outcome_q": noise.random(count), "outcome_p": noise.random(count)}
         values["answer_changed"] = noise.random(count) < 0.4
-        columns |= {
-            key: [v if ok else None for v, ok in zip(of.tolist(), tried, strict=True)] for key, of in values.items()
-        }
+        columns |= {key: np.where(tried, of.astype(object), None) for key, of in values.items()}
     return {key: list(value) for key, value in columns.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def by_hand(rows: dict[str, Any]) -> dict[str, float]:
 
 def error_by_hand(confidence: Any, right: Any) -> float:
     edges, error = np.linspace(0, 1, 16), 0.0
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         inside = (confidence >= low) & ((confidence < high) | (high == 1))
         if inside.any():
             error += inside.mean() * abs(confidence[inside].mean(dtype=np.float64) - right[inside].mean())
