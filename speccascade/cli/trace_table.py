@@ -9,9 +9,12 @@ from ..data.summary import TraceSummary, plain_lines, tabulate
 
 __all__ = ["show_summary"]
 
+GAP = 2
+"""Spaces between columns."""
+
 
 def show_summary(summary: TraceSummary, console: Console | None = None) -> None:
-    """Print head and table.
+    """Print head and table; a split a line, or where that is too wide for the terminal, a split a column.
 
     Args:
         summary: what to show.
@@ -26,9 +29,15 @@ def show_summary(summary: TraceSummary, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True, markup=False)
     titles, rows = tabulate(summary)
     if rows:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for number, title in enumerate(titles):
-            table.add_column(title, justify="right" if number else "left", no_wrap=True)
-        for cells in rows:
-            table.add_row(*cells)
-        console.print(table)
+        lines = [titles, *rows]
+        wide = sum(max(map(len, column)) + GAP for column in zip(*lines, strict=True)) > console.width
+        console.print(_table([list(line) for line in zip(*lines, strict=True)] if wide else lines))
+
+
+def _table(lines: list[list[str]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))
+    for number, title in enumerate(lines[0]):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for cells in lines[1:]:
+        table.add_row(*cells)
+    return table
