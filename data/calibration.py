@@ -31,7 +31,8 @@ def calibration_sums(confidence: Tensor, correct: Tensor, bins: int = BINS) -> T
 def error_of_sums(sums: Tensor) -> Tensor:
     """Expected calibration error, a scalar, from sums ``[3, B]``; NaN where no position was counted."""
     count, confidence, correct = sums
-    return (confidence - correct).abs().sum() / count.sum()
+    error: Tensor = (confidence - correct).abs().sum() / count.sum()
+    return error
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> float:

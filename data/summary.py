@@ -129,8 +129,9 @@ class SplitTotals:
     def numbers(self) -> dict[str, float]:
         """Counts, accuracies of the argmax, disagreement, mean TV, calibration errors; of a cascade what it did.
 
-        ``acceptance`` and ``deferral`` are shares of the drafted tokens, ``kept_block_length`` the accepted tokens a
-        drafted block (the verifier's own token left out), ``answers_changed`` a share of the ``counterfactuals`` tried.
+        ``acceptance`` and ``deferral`` are shares of the drafted tokens that are rows here, ``kept_block_length`` the
+        accepted tokens a drafted block (the verifier's own token left out), ``answers_changed`` a share of the
+        ``counterfactuals`` tried. Where labels are the verifier's own choice, its accuracy is 1 by definition.
         """
         counts, positions = self.counts, max(self.positions, 1)
         numbers = {

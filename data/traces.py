@@ -122,9 +122,8 @@ class Manifest:
     @property
     def parts(self) -> tuple[Origin, ...]:
         """The sets that the rows came from: `origins`, or of a set that was not merged, itself."""
-        files = tuple(shard.file for shard in self.shards)
-        own = Origin(self.digest, self.plan.prompts["source"], self.plan.code_version, self.rows, files)
-        return self.origins or (own,)
+        files, source = tuple(shard.file for shard in self.shards), str(self.plan.prompts.get("source", ""))
+        return self.origins or (Origin(self.digest, source, self.plan.code_version, self.rows, files),)
 
     def shards_of(self, origin: str) -> tuple[Shard, ...]:
         """The shards whose rows came from one set, named by its prompts' source or its digest.
