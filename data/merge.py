@@ -94,7 +94,8 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Manifest:
         manifest = _write_pieces(pieces, parts, plan, target)
     announce(describe(Traces.open(target, check=False)))
     repeated = sum(traces.manifest.rows for traces in sets) - manifest.rows
-    announce(f"  {repeated:,} positions were there already and are kept once")
+    if repeated:
+        announce(f"  {repeated:,} positions stood in more than one set and are kept once")
     return manifest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,11 @@ from speccascade.data.config import CollectConfig
 from speccascade.data.summary import summarise
 from speccascade.data.traces import Traces
 
+from .made_traces import make_traces
+
 
 @pytest.fixture(params=["collected", "cascade"])
-def traces(request: Any, collect_config: CollectConfig, make_traces: Callable[..., Traces], tmp_path: Path) -> Traces:
+def traces(request: Any, collect_config: CollectConfig, tmp_path: Path) -> Traces:
     """Traces of a tiny pair, and made-up ones with every optional column."""
     if request.param == "collected":
         collect(replace(collect_config, shard_prompts=8))
@@ -61,7 +62,7 @@ def test_duckdb(traces: Traces) -> None:
     assert widest == [2 * (max(split.topk_ids.shape[1] for split in splits.values()),)]
 
 
-def test_a_position_takes_at_most_400_bytes(make_traces: Callable[..., Traces], tmp_path: Path) -> None:
+def test_a_position_takes_at_most_400_bytes(tmp_path: Path) -> None:
     """The least favourable case at the default settings: top-16 lists that share no token, and nothing to compress."""
     prompts = {f"p{i}": 0 for i in range(16)}
     vocabulary = 151_936

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from speccascade.data.merge import merge
 from speccascade.data.prompts import split_of
 from speccascade.data.traces import Manifest, Traces
 
-Make = Callable[..., Traces]
+from .made_traces import make_traces
+
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -39,14 +39,14 @@ def rows_by_prompt(folder: Path) -> Rows:
 
 
 @pytest.fixture
-def maths(make_traces: Make, tmp_path: Path) -> Path:
+def maths(tmp_path: Path) -> Path:
     """Five prompts, one of them with two references."""
     prompts = {"a": 0, "b": 0, "b-1": 1, "c": 0, "d": 0}
     return make_traces(tmp_path / "maths", prompts, prompts={"source": "maths"}).folder
 
 
 @pytest.fixture
-def code(make_traces: Make, tmp_path: Path) -> Path:
+def code(tmp_path: Path) -> Path:
     """Two new prompts; two repeated ones; and new references of two known ones."""
     prompts = {"a": 0, "b-1": 0, "e": 0, "b": 2, "f": 0, "c": 5}
     return make_traces(tmp_path / "code", prompts, prompts={"source": "code"}, seed=1).folder
@@ -79,7 +79,7 @@ def test_the_merged_set_opens_and_splits(maths: Path, code: Path, tmp_path: Path
     assert traces.manifest.plan.prompts["source"] == "merged: maths, code"
 
 
-def test_shards_without_anything_new_leave_no_gap(make_traces: Make, maths: Path, tmp_path: Path) -> None:
+def test_shards_without_anything_new_leave_no_gap(maths: Path, tmp_path: Path) -> None:
     other = make_traces(tmp_path / "other", {"a": 0, "b": 0, "e": 0}, shard_prompts=1, seed=3).folder
     manifest = merge([maths, other], tmp_path / "both")
     assert [shard.file for shard in manifest.shards] == [f"part-0000{i}.parquet" for i in range(4)]
@@ -99,9 +99,7 @@ def test_origins_say_which_shards_came_from_where(maths: Path, code: Path, tmp_p
     assert own.shards_of("maths") == own.shards_of(own.digest) == own.shards
 
 
-def test_a_merged_set_can_be_merged_again_and_keeps_its_origins(
-    make_traces: Make, maths: Path, code: Path, tmp_path: Path
-) -> None:
+def test_a_merged_set_can_be_merged_again_and_keeps_its_origins(maths: Path, code: Path, tmp_path: Path) -> None:
     news = make_traces(tmp_path / "news", {"g": 0, "h": 0, "a": 0}, prompts={"source": "news"}).folder
     merge([maths, code], tmp_path / "both")
     stepwise = merge([tmp_path / "both", news, code], tmp_path / "stepwise")
@@ -112,14 +110,14 @@ def test_a_merged_set_can_be_merged_again_and_keeps_its_origins(
     assert Manifest.read(tmp_path / "once") == at_once
 
 
-def test_a_set_with_nothing_new_is_an_origin_without_rows(make_traces: Make, maths: Path, tmp_path: Path) -> None:
+def test_a_set_with_nothing_new_is_an_origin_without_rows(maths: Path, tmp_path: Path) -> None:
     again = make_traces(tmp_path / "again", {"a": 0, "d": 0}, prompts={"source": "again"}, seed=1).folder
     manifest = merge([maths, again], tmp_path / "both")
     assert rows_by_prompt(tmp_path / "both") == rows_by_prompt(maths)
     assert (manifest.origins[1].rows, manifest.shards_of("again")) == (0, ())
 
 
-def test_columns_of_a_cascade_survive(make_traces: Make, tmp_path: Path) -> None:
+def test_columns_of_a_cascade_survive(tmp_path: Path) -> None:
     folders = [
         make_traces(tmp_path / name, {name: 0, f"{name}{name}": 0}, cascade=True, outcomes=True).folder for name in "ab"
     ]
@@ -224,7 +222,7 @@ def test_two_writers_are_refused(maths: Path, code: Path, tmp_path: Path) -> Non
     ],
 )
 def test_another_pair_or_setting_is_refused_by_its_key(
-    make_traces: Make, maths: Path, tmp_path: Path, change: dict[str, Any], key: str
+    maths: Path, tmp_path: Path, change: dict[str, Any], key: str
 ) -> None:
     make_traces(tmp_path / "other", {"e": 0}, **change)
     with pytest.raises(ValueError, match=rf"merge: \S+maths has {key}, \S+other has ") as caught:
@@ -233,7 +231,7 @@ def test_another_pair_or_setting_is_refused_by_its_key(
     assert not (tmp_path / "both").exists()
 
 
-def test_another_rule_of_the_cascade_is_refused_by_its_key(make_traces: Make, tmp_path: Path) -> None:
+def test_another_rule_of_the_cascade_is_refused_by_its_key(tmp_path: Path) -> None:
     for name in ("chow", "opt"):
         record = make_traces(tmp_path / name, {name: 0}, cascade=True).folder / "manifest.json"
         record.write_text(json.dumps(json.loads(record.read_text()) | {"cascade": {"rule": name, "gamma": 5}}))
@@ -241,7 +239,7 @@ def test_another_rule_of_the_cascade_is_refused_by_its_key(make_traces: Make, tm
         merge([tmp_path / "chow", tmp_path / "opt"], tmp_path / "both")
 
 
-def test_another_order_of_splits_is_refused(make_traces: Make, maths: Path, tmp_path: Path) -> None:
+def test_another_order_of_splits_is_refused(maths: Path, tmp_path: Path) -> None:
     splits = dict(reversed(Manifest.read(maths).plan.splits.items()))
     make_traces(tmp_path / "other", {"e": 0}, splits=splits)
     with pytest.raises(ValueError, match="has its splits in the order"):
@@ -272,7 +270,7 @@ def test_unfinished_and_damaged_inputs_are_named(maths: Path, code: Path, tmp_pa
     assert not (tmp_path / "both").exists()
 
 
-def test_a_prompt_in_two_shards_of_one_set_is_refused(make_traces: Make, maths: Path, tmp_path: Path) -> None:
+def test_a_prompt_in_two_shards_of_one_set_is_refused(maths: Path, tmp_path: Path) -> None:
     other = make_traces(tmp_path / "other", {"e": 0, "f": 0}, shard_prompts=1).folder
     first, record = (other / "part-00000.parquet").read_bytes(), json.loads((other / "manifest.json").read_text())
     (other / "part-00001.parquet").write_bytes(first)
@@ -283,7 +281,7 @@ def test_a_prompt_in_two_shards_of_one_set_is_refused(make_traces: Make, maths: 
         merge([maths, other], tmp_path / "both")
 
 
-def test_what_is_there_already_is_never_overwritten(make_traces: Make, maths: Path, code: Path, tmp_path: Path) -> None:
+def test_what_is_there_already_is_never_overwritten(maths: Path, code: Path, tmp_path: Path) -> None:
     other = make_traces(tmp_path / "other", {"z": 0}).folder
     before = digests(other)
     with pytest.raises(ValueError, match=r"out: \S+other was begun with "):
@@ -300,9 +298,7 @@ def test_what_is_there_already_is_never_overwritten(make_traces: Make, maths: Pa
     assert digests(other) == before
 
 
-def test_other_inputs_into_the_same_folder_are_refused(
-    make_traces: Make, maths: Path, code: Path, tmp_path: Path
-) -> None:
+def test_other_inputs_into_the_same_folder_are_refused(maths: Path, code: Path, tmp_path: Path) -> None:
     merge([maths, code], tmp_path / "both")
     before = digests(tmp_path / "both")
     with pytest.raises(ValueError, match=r"was begun with prompts\.source = 'merged: maths, code'"):
@@ -310,13 +306,13 @@ def test_other_inputs_into_the_same_folder_are_refused(
     assert digests(tmp_path / "both") == before
 
 
-def test_settings_that_only_shaped_the_shards_may_differ(make_traces: Make, maths: Path, tmp_path: Path) -> None:
+def test_settings_that_only_shaped_the_shards_may_differ(maths: Path, tmp_path: Path) -> None:
     other = make_traces(tmp_path / "other", {"e": 0}, batch_tokens=7, max_tokens=3, device="cuda", code_version="1")
     plan = merge([maths, other.folder], tmp_path / "both").plan
     assert (plan.batch_tokens, plan.max_tokens, plan.device) == (7, None, "cpu, cuda")
 
 
-def test_one_shard_is_in_memory_at_a_time(make_traces: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shard_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [make_traces(tmp_path / name, {f"{name}{i}": 0 for i in range(6)}).folder for name in "ab"]
     longest: list[int] = []
     read = merger.read_rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from speccascade.data.shards import read_rows
 from speccascade.data.summary import HISTOGRAMS, SplitTotals, describe, summarise
 from speccascade.data.traces import Traces
 
-Make = Callable[..., Traces]
+from .made_traces import make_traces
+
 PROMPTS = {f"{number:02d}{'x' * 14}": number for number in range(24)}
 
 
 @pytest.fixture
-def folder(make_traces: Make, tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     make_traces(tmp_path / "traces", PROMPTS, cascade=True, outcomes=True)
     return tmp_path / "traces"
 
@@ -93,7 +93,7 @@ def test_the_histograms_are_those_of_the_whole_table(folder: Path) -> None:
         assert counts.tolist() == expected.tolist(), name
 
 
-def test_a_label_of_probability_zero_counts_in_the_last_bin(make_traces: Make, tmp_path: Path) -> None:
+def test_a_label_of_probability_zero_counts_in_the_last_bin(tmp_path: Path) -> None:
     make_traces(tmp_path, {"a": 0}, length=3)
     (batch,) = read_rows([tmp_path / "part-00000.parquet"]).to_batches()
     totals = SplitTotals()
@@ -120,7 +120,7 @@ def test_splits_add_up_to_the_folder(folder: Path) -> None:
     assert total.numbers() == pytest.approx(by_hand(whole(folder)), abs=1e-9)
 
 
-def test_memory_does_not_grow_with_the_rows(make_traces: Make, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     peaks = []
     for count in (4, 24):
         folder = tmp_path / str(count)
@@ -135,9 +135,7 @@ def test_memory_does_not_grow_with_the_rows(make_traces: Make, tmp_path: Path) -
     assert 0 < peaks[1] < 1.5 * peaks[0], f"six times the rows took {peaks[1]:,} bytes instead of {peaks[0]:,}"
 
 
-def test_batches_are_smaller_than_a_large_shard(
-    make_traces: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_smaller_than_a_large_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_traces(tmp_path / "traces", PROMPTS, shard_prompts=24)
     expected = summarise(tmp_path / "traces").splits["train"].numbers()
     monkeypatch.setattr(summaries, "BATCH_ROWS", 7)
@@ -147,13 +145,13 @@ def test_batches_are_smaller_than_a_large_shard(
     assert max(longest) <= 7
 
 
-def test_without_a_cascade_nothing_is_said_of_one(make_traces: Make, tmp_path: Path) -> None:
+def test_without_a_cascade_nothing_is_said_of_one(tmp_path: Path) -> None:
     traces = make_traces(tmp_path / "traces", PROMPTS)
     assert "acceptance" not in summarise(tmp_path / "traces").splits["train"].numbers()
     assert "accept" not in describe(traces)
 
 
-def test_untried_counterfactuals_are_no_unchanged_ones(make_traces: Make, tmp_path: Path) -> None:
+def test_untried_counterfactuals_are_no_unchanged_ones(tmp_path: Path) -> None:
     make_traces(tmp_path, {"a": 0}, length=4)
     (batch,) = read_rows([tmp_path / "part-00000.parquet"]).to_batches()
     totals = SplitTotals()
