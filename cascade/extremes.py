@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["find_argmax", "plain_second_largest", "second_largest"]
+__all__ = ["find_argmax", "find_largest", "plain_second_largest", "second_largest"]
 
 _BLOCK = 256  # tokens that a first look takes together
+_SMALL_BLOCK = 64  # the same where several of the best blocks are looked into
 
 
 def find_argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
@@ -29,6 +30,23 @@ def second_largest(scores: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]
     return torch.maximum(plain_second_largest(inside), elsewhere).view(scores.shape[:-1])
 
 
+def find_largest(scores: Float[Tensor, "N V"], count: int) -> tuple[Float[Tensor, "N count"], Int[Tensor, "N count"]]:
+    """Return the `count` largest scores in falling order and their positions; which of equals come last is left open.
+
+    On a CPU only the blocks with the largest maxima are searched, since no other can hold one of them.
+    """
+    blocks = scores.shape[-1] // _SMALL_BLOCK
+    if not _worth_blocks(scores) or blocks < 4 * count:
+        found = scores.topk(count, dim=-1)
+        return found.values, found.indices
+    peaks = _block_maxima(scores, _SMALL_BLOCK)
+    chosen = peaks.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    index = (chosen.unsqueeze(-1) * _SMALL_BLOCK + torch.arange(_SMALL_BLOCK)).flatten(1)
+    inside = scores.gather(1, index.clamp_max(scores.shape[-1] - 1))
+    values, places = inside.masked_fill_(index >= scores.shape[-1], -torch.inf).topk(count, dim=-1)
+    return values, index.gather(1, places)
+
+
 def plain_second_largest(scores: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
     """Return the second largest score by a search of all."""
     return scores.topk(2, dim=-1).values[..., 1]
@@ -43,11 +61,17 @@ def _look_into_best_block(
 ) -> tuple[Float[Tensor, "N blocks"], Int[Tensor, "N 1"], Float[Tensor, "N block"]]:
     """The largest score of every block, the first block that holds the largest of all, and the scores in it."""
     flat = scores.reshape(-1, scores.shape[-1])
-    count = flat.shape[-1] // _BLOCK
-    peaks = flat[:, : count * _BLOCK].unflatten(1, (count, _BLOCK)).amax(dim=-1)
-    if count * _BLOCK < flat.shape[-1]:
-        peaks = torch.cat([peaks, flat[:, count * _BLOCK :].amax(dim=-1, keepdim=True)], dim=1)
+    peaks = _block_maxima(flat, _BLOCK)
     best = peaks.argmax(dim=-1, keepdim=True)
     index = best * _BLOCK + torch.arange(_BLOCK)
     inside = flat.gather(1, index.clamp_max(flat.shape[-1] - 1)).masked_fill(index >= flat.shape[-1], -torch.inf)
     return peaks, best, inside
+
+
+def _block_maxima(scores: Float[Tensor, "N V"], size: int) -> Float[Tensor, "N blocks"]:
+    """The largest score of every block of so many tokens; the last block may be shorter."""
+    whole = scores.shape[-1] // size * size
+    peaks = scores[:, :whole].unflatten(1, (-1, size)).amax(dim=-1)
+    if whole < scores.shape[-1]:
+        peaks = torch.cat([peaks, scores[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
+    return peaks

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .distributions import draw, logits_to_probs, row_slices
-from .extremes import find_argmax, second_largest
+from .extremes import find_argmax, find_largest, second_largest
 
 __all__ = [
     "Certain",
@@ -154,6 +154,32 @@ class Whole(Distribution):
     def at(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Return the probability of one token a position."""
         return self._probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    def top(self, count: int) -> tuple[Float[Tensor, "*batch K"], Int[Tensor, "*batch K"]]:
+        """Return the `count` ≥ 2 largest probabilities in falling order, and their tokens; maxima are read from them.
+
+        Which of equals come last is left open; the first is the argmax, the lowest of its equals.
+        """
+        flat = self._probs.reshape(-1, self._probs.shape[-1])
+        values, tokens = find_largest(flat, count)
+        tied = values[:, 0] == values[:, 1]
+        if bool(tied.any()):
+            self._lead_with_argmax(flat, tokens, tied)
+        shape = (*self.shape, count)
+        values, tokens = values.view(shape), tokens.view(shape)
+        known = {"maximum": values[..., 0], "argmax": tokens[..., 0], "margin": values[..., 0] - values[..., 1]}
+        vars(self).update(known)
+        return values, tokens
+
+    @staticmethod
+    def _lead_with_argmax(flat: Float[Tensor, "N V"], tokens: Int[Tensor, "N K"], tied: Tensor) -> None:
+        """Put the lowest of the largest first: in its own place if it is there, else in that of an equal."""
+        best = find_argmax(flat[tied])
+        rows = tokens[tied]
+        places = (rows == best.unsqueeze(1)).long().argmax(dim=1, keepdim=True)  # 0 where it is missing
+        rows.scatter_(1, places, rows[:, :1].clone())
+        rows[:, 0] = best
+        tokens[tied] = rows
 
     def first(self, length: int) -> "Whole":
         """Return the first positions of a ``[B, T]`` distribution."""

@@ -16,7 +16,7 @@ __all__ = ["log_cascade"]
 
 
 def log_cascade(
-    config: CollectConfig, pair: Pair, pieces: Sequence[Sequence[EncodedExample]], advance: Callable[[int], None]
+    config: CollectConfig, pair: Pair, pieces: Sequence[Sequence[EncodedExample]], advance: Callable[[int, int], None]
 ) -> Generator[dict[str, Any], None, None]:
     """Run the cascade over pieces of examples; yield the columns of one shard for each piece, in order."""
     raise NotImplementedError

@@ -9,9 +9,10 @@ from ..router.checks import unknown_name
 from .pairs import PairConfig
 from .prompts import PromptConfig
 
-__all__ = ["SOURCES", "CascadeConfig", "CollectConfig"]
+__all__ = ["EXECUTORS", "SOURCES", "CascadeConfig", "CollectConfig", "RayConfig"]
 
 SOURCES = ("teacher_forced", "cascade")
+EXECUTORS = ("local", "ray")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,29 @@ class CascadeConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """How a Ray cluster shares the work.
+
+    Args:
+        workers: actors, each with both models.
+        cpus: cores of each.
+        gpus: GPUs of each; by default one where the cluster has any.
+        address: of the cluster, such as 'auto'; by default the one around, or a new one on this host.
+    """
+
+    workers: int = 2
+    cpus: float = 1
+    gpus: float | None = None
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"ray.workers: expected at least 1, got {self.workers}")
+        if self.cpus <= 0 or (self.gpus is not None and self.gpus < 0):
+            raise ValueError(f"ray.cpus, ray.gpus: expected shares above 0, got {self.cpus}, {self.gpus}")
+
+
+@dataclass(frozen=True)
 class CollectConfig:
     """What to run over what, and where the traces go.
 
@@ -62,6 +86,9 @@ class CollectConfig:
         skip_long: leave out prompts that do not fit into the models' context, instead of refusing them.
         batch_tokens: tokens a batch, padding included; bounds the memory.
         shard_prompts: prompts a shard: what a killed run may lose.
+        executor: 'local' (this process, or every process of torchrun and accelerate launch) or 'ray' (many hosts).
+        ray: what the actors are given; read with executor 'ray' only.
+        allow_large: collect without asking, however large the traces will be.
     """
 
     pair: PairConfig = field(default_factory=PairConfig)
@@ -77,6 +104,9 @@ class CollectConfig:
     skip_long: bool = False
     batch_tokens: int = 2048
     shard_prompts: int = 64
+    executor: str = "local"
+    ray: RayConfig = field(default_factory=RayConfig)
+    allow_large: bool = False
 
     def __post_init__(self) -> None:
         for name in ("top_k", "batch_tokens", "shard_prompts"):
@@ -87,6 +117,10 @@ class CollectConfig:
         for split in self.splits:
             if split not in self.prompts.splits:
                 raise ValueError(unknown_name("splits", split, self.prompts.splits))
+        if self.executor not in EXECUTORS:
+            raise ValueError(unknown_name("executor", self.executor, EXECUTORS))
+        if self.executor != "ray" and self.ray != RayConfig():
+            raise ValueError("ray: expected no settings beside executor 'local', got some; set executor: ray")
         if self.source not in SOURCES:
             raise ValueError(unknown_name("source", self.source, SOURCES))
         if self.source != "cascade" and self.cascade != CascadeConfig():

@@ -20,11 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .. import __version__
-from .folders import adopt_plan, flatten, record_shards, sole_writer, write_text
+from .folders import sole_writer, write_text
+from .plan import adopt_plan, flatten
 from .progress import Progress, announce
 from .shards import check_shard, read_rows, shard_name, write_shard
 from .summary import describe
-from .traces import MANIFEST, Manifest, Origin, TracePlan, Traces
+from .traces import MANIFEST, Manifest, Origin, TracePlan, Traces, record_shards
 
 __all__ = ["merge"]
 
@@ -228,8 +229,14 @@ def _kept_rows(piece: _Piece) -> pa.Table:
 
 
 def _columns(table: pa.Table) -> dict[str, Any]:
-    columns = {name: table[name].combine_chunks() for name in table.column_names}
-    return {name: c.to_pylist() if pa.types.is_dictionary(c.type) else c for name, c in columns.items()}
+    """The columns as `write_shard` takes them: texts as a list, hidden states as an array ``[N, H]``."""
+    columns: dict[str, Any] = {name: table[name].combine_chunks() for name in table.column_names}
+    for name, column in columns.items():
+        if pa.types.is_dictionary(column.type):
+            columns[name] = column.to_pylist()
+        elif pa.types.is_fixed_size_list(column.type):
+            columns[name] = column.flatten().to_numpy().reshape(-1, column.type.list_size)
+    return columns
 
 
 def _count_origins(pieces: Sequence[_Piece], parts: Sequence[Origin], manifest: Manifest) -> tuple[Origin, ...]:

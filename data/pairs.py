@@ -10,6 +10,7 @@ Knows nothing of prompts, traces or rules.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,13 +48,15 @@ class PairConfig:
         verifier: 'embedded:NAME', a folder or a hub id.
         dtype: 'auto', 'float32', 'bfloat16' or 'float16'. 'auto' is the checkpoint's own, except on a CPU: there it is
             bfloat16 where the processor is fast in it, and elsewhere float32 for models of up to a billion parameters.
-        device: 'auto' (the first GPU, else the CPU) or a torch device such as 'cpu' and 'cuda:1'.
+        device: 'auto' (this process's GPU, else the CPU) or a torch device such as 'cpu' and 'cuda:1'.
+        drafter_device: the drafter's, where it is another.
     """
 
     drafter: str = "runs/demo/drafter"
     verifier: str = "embedded:smollm2-135m-instruct"
     dtype: str = "auto"
     device: str = "auto"
+    drafter_device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ def load_pair(config: PairConfig, decoding: bool = False) -> Pair:
         raise ValueError(
             f"drafter: expected 'early-exit:K' with K layers, such as 'early-exit:8', got {config.drafter!r}"
         )
+    if exit_layers and config.drafter_device not in (None, config.device):
+        raise ValueError(
+            f"drafter_device: expected none, as {config.drafter!r} shares the verifier's weights, "
+            f"got {config.drafter_device!r}"
+        )
     verifier = _load(config, "verifier", decoding)
     tokenizer = load_tokenizer(config.verifier, role="verifier")
     verifier_digest = weight_digest(config.verifier)
@@ -115,7 +123,8 @@ def load_pair(config: PairConfig, decoding: bool = False) -> Pair:
 
 
 def _load(config: PairConfig, role: str, decoding: bool) -> Any:
-    model = load_model(getattr(config, role), config.dtype, config.device, role)
+    own_device = config.drafter_device if role == "drafter" else None
+    model = load_model(getattr(config, role), config.dtype, own_device or config.device, role)
     return pack_weights(model) if decoding and can_pack(model) else model
 
 
@@ -212,7 +221,10 @@ def _weights_folder(name: str) -> Path:
 
 def _resolve_device(device: str) -> torch.device:
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # Of the processes that torchrun and accelerate launch start on a host, each takes a GPU of its own.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     try:
         where = torch.device(device)
         torch.empty(0, device=where)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,16 @@ __all__ = [
 _CHUNK_ELEMENTS = 3_000_000
 """Probabilities held at once in each tensor: about 12 MB, since larger chunks run at the speed of memory."""
 
-_MOST_WORKERS = 8
+_MOST_WORKERS = 16
 """Each worker holds the logits of one batch, so that memory, not cores, sets a limit."""
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Columns of consecutive positions: floats ``[N]`` by name, and the top-k union ``[N, 2K]`` with its mask."""
+    """Columns of consecutive positions: floats ``[N]`` by name, and the top-k union ``[N, 2K]`` with its mask.
+
+    `hidden` holds float16 ``[N, H]`` by column name, where hidden states were asked for.
+    """
 
     token: np.ndarray[Any, Any]
     label: np.ndarray[Any, Any]
@@ -56,6 +59,7 @@ class ScoredRows:
     topk_q: np.ndarray[Any, Any]
     topk_p: np.ndarray[Any, Any]
     topk_kept: np.ndarray[Any, Any]
+    hidden: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.label)
@@ -63,17 +67,19 @@ class ScoredRows:
     def take(self, rows: slice) -> ScoredRows:
         """The same rows of every column."""
         floats = {name: values[rows] for name, values in self.floats.items()}
-        topk = (self.topk_ids[rows], self.topk_q[rows], self.topk_p[rows], self.topk_kept[rows])
-        return ScoredRows(self.token[rows], self.label[rows], floats, *topk)
+        topk = self.topk_ids[rows], self.topk_q[rows], self.topk_p[rows], self.topk_kept[rows]
+        hidden = {name: values[rows] for name, values in self.hidden.items()}
+        return ScoredRows(self.token[rows], self.label[rows], floats, *topk, hidden)
 
     @classmethod
     def join(cls, parts: Sequence[ScoredRows]) -> ScoredRows:
         """Put parts one after the other."""
         floats = {name: np.concatenate([part.floats[name] for part in parts]) for name in parts[0].floats}
         names = ("topk_ids", "topk_q", "topk_p", "topk_kept")
-        topk = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
+        topk = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         token, label = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token", "label"))
-        return cls(token, label, floats, *topk)
+        hidden = {name: np.concatenate([part.hidden[name] for part in parts]) for name in parts[0].hidden}
+        return cls(token, label, floats, **topk, hidden=hidden)
 
 
 def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -113,33 +119,51 @@ def reference_logits(model: Any, input_ids: Tensor, rows: Tensor) -> Tensor:
 
     Sequences are padded on the right: a causal model never looks there, so no mask is needed.
     """
-    _selection.rows = rows
+    return read_positions(model, input_ids, rows)[0]
+
+
+def read_positions(model: Any, input_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Logits as `reference_logits`, and what the head read there ``[N, H]``, where it was seen to read it."""
+    selection = _Selection(rows)
+    _current.selection = selection
     try:
         logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False).logits
-        selected = _selection.rows is None
     finally:
-        _selection.rows = None
+        _current.selection = None
+    if selection.hidden is not None:
+        return logits[0], selection.hidden
     # Outside `selecting_heads`, or where a model reads its head's weight without calling it, all positions come back.
-    return logits[0] if selected else logits.reshape(-1, logits.shape[-1])[rows.to(logits.device)]
+    return logits.reshape(-1, logits.shape[-1])[rows.to(logits.device)], None
 
 
-_selection = threading.local()
+@dataclass
+class _Selection:
+    """The positions that the next call of a head is to see, and what it saw."""
+
+    rows: Tensor
+    hidden: Tensor | None = None
+
+
+_current = threading.local()
 
 
 def _select_rows(module: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    rows: Tensor | None = getattr(_selection, "rows", None)
-    if rows is None:
+    selection: _Selection | None = getattr(_current, "selection", None)
+    if selection is None or selection.hidden is not None:
         return arguments
-    _selection.rows = None
-    hidden = arguments[0]
-    return (hidden.reshape(-1, hidden.shape[-1])[rows.to(hidden.device)].unsqueeze(0), *arguments[1:])
+    states = arguments[0]
+    selection.hidden = states.reshape(-1, states.shape[-1])[selection.rows.to(states.device)]
+    return (selection.hidden.unsqueeze(0), *arguments[1:])
 
 
-def score_batch(pair: Pair, batch: Sequence[EncodedExample], sampling: Sampling, top_k: int) -> list[ScoredRows]:
+def score_batch(
+    pair: Pair, batch: Sequence[EncodedExample], sampling: Sampling, top_k: int, hidden: bool = False
+) -> list[ScoredRows]:
     """Score every reference position of a batch; one record an example, in the order given.
 
     Raises:
-        ValueError: a model's logits are not finite; the message names the model, the prompt and the position.
+        ValueError: a model's logits are not finite (the message names the model, the prompt and the position), or
+            hidden states are asked for and cannot be had.
     """
     longest = max(len(example) for example in batch)
     input_ids = torch.empty(len(batch), longest, dtype=torch.long)
@@ -152,20 +176,39 @@ def score_batch(pair: Pair, batch: Sequence[EncodedExample], sampling: Sampling,
         labels.extend(example.reference_ids)
     flat_rows = torch.cat(rows)
     with torch.inference_mode():
-        draft_logits = reference_logits(pair.drafter, input_ids, flat_rows)
-        verifier_logits = reference_logits(pair.verifier, input_ids, flat_rows).to(draft_logits.device)
+        draft_logits, draft_states = read_positions(pair.drafter, input_ids, flat_rows)
+        verifier_logits, verifier_states = read_positions(pair.verifier, input_ids, flat_rows)
+        verifier_logits = verifier_logits.to(draft_logits.device)
         try:
             scored = score_positions(pair, draft_logits, verifier_logits, torch.tensor(labels), sampling, top_k)
         except ValueError as error:
             _name_non_finite(pair, draft_logits, verifier_logits, batch)
             raise error
+    if hidden:
+        states = {"draft_hidden": draft_states, "verifier_hidden": verifier_states}
+        scored = replace(scored, hidden={name: _as_float16(name, value) for name, value in states.items()})
     ends = np.cumsum([len(example.reference_ids) for example in batch])
     starts = ends - [len(example.reference_ids) for example in batch]
     return [scored.take(slice(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
+def _as_float16(name: str, states: Tensor | None) -> np.ndarray[Any, Any]:
+    if states is None:
+        raise ValueError(f"hidden: expected a model that calls its output head, which {name} is read from; got another")
+    halves = states.to(torch.float16)
+    if not bool(halves.isfinite().all()):
+        raise ValueError(
+            f"hidden: expected states within float16's 65,504, got {name} up to {float(states.abs().max()):.3g}"
+        )
+    return np.asarray(halves.cpu().numpy())
+
+
 def score_in_order(
-    pair: Pair, batches: Iterable[Sequence[EncodedExample]], sampling: Sampling, top_k: int
+    pair: Pair,
+    batches: Iterable[Sequence[EncodedExample]],
+    sampling: Sampling,
+    top_k: int,
+    hidden: bool = False,
 ) -> Generator[list[ScoredRows], None, None]:
     """Score batches and yield their records in the order given.
 
@@ -173,14 +216,14 @@ def score_in_order(
     which matters most where other programs share the machine, and no number depends on how many cores there are.
     """
     cores = torch.get_num_threads()
-    workers = min(cores, _MOST_WORKERS) if pair.verifier.device.type == pair.drafter.device.type == "cpu" else 1
-    threads_each = cores // workers
+    on_cpu = pair.verifier.device.type == pair.drafter.device.type == "cpu"
+    workers, threads_each = (min(cores, _MOST_WORKERS), 1) if on_cpu else (1, cores)
     pending: deque[Future[list[ScoredRows]]] = deque()
     with selecting_heads(pair.drafter, pair.verifier):
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads_each,))
         try:
             for batch in batches:
-                pending.append(pool.submit(score_batch, pair, batch, sampling, top_k))
+                pending.append(pool.submit(score_batch, pair, batch, sampling, top_k, hidden))
                 if len(pending) > workers:
                     yield pending.popleft().result()
             while pending:

@@ -8,10 +8,11 @@ Shapes: ``N`` row, ``K`` slot of the top-k union.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +23,12 @@ from ..cascade.statistics import STAT_FIELDS
 __all__ = [
     "CASCADE_COLUMNS",
     "FLOAT_COLUMNS",
+    "HIDDEN_COLUMNS",
     "OUTCOME_COLUMNS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "check_shard",
+    "measure_shard",
     "read_rows",
     "shard_name",
     "topk_columns",
@@ -81,6 +84,9 @@ OUTCOME_COLUMNS = pa.schema(
 """Only where counterfactuals were asked for; null where none was tried. Score in [0, 1] of the answer that the verifier
 ends after the drafter's token and after its own, and whether the two answers differ."""
 
+HIDDEN_COLUMNS = ("draft_hidden", "verifier_hidden")
+"""Only where hidden states were asked for: what each model's head reads at the position, float16 ``[H]``."""
+
 OPTIONAL_COLUMNS = (*CASCADE_COLUMNS, *OUTCOME_COLUMNS)
 
 _PLAN_KEY = b"speccascade.plan"
@@ -117,26 +123,47 @@ def write_shard(path: Path, columns: Mapping[str, Any], index: int, plan_digest:
     Raises:
         OSError: the disk is full or the folder cannot be written to; nothing bears the shard's name then.
     """
-    schema = pa.schema([*SCHEMA, *(f for f in OPTIONAL_COLUMNS if f.name in columns)])
-    arrays = [pa.array(columns[f.name], f.type) if f.type != _TEXT else _dictionary(columns[f.name]) for f in schema]
     metadata = {_PLAN_KEY: plan_digest.encode(), _INDEX_KEY: str(index).encode()}
-    table = pa.Table.from_arrays(arrays, schema=schema.with_metadata(metadata))
+    table = _build_table(columns).replace_schema_metadata(metadata)
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
-            pq.write_table(
-                table,
-                file,
-                compression="zstd",
-                use_dictionary=_DICTIONARY,
-                use_byte_stream_split=[*(f.name for f in schema if f.type == pa.float32()), *_SPLIT_LISTS],
-                write_page_checksum=True,
-            )
+            _write_table(table, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def measure_shard(columns: Mapping[str, Any]) -> int:
+    """How many bytes a shard of these columns takes; nothing is written."""
+    buffer = io.BytesIO()
+    _write_table(_build_table(columns), buffer)
+    return buffer.tell()
+
+
+def _build_table(columns: Mapping[str, Any]) -> pa.Table:
+    schema = [*SCHEMA, *(f for f in OPTIONAL_COLUMNS if f.name in columns)]
+    arrays = [pa.array(columns[f.name], f.type) if f.type != _TEXT else _dictionary(columns[f.name]) for f in schema]
+    for name in HIDDEN_COLUMNS:
+        if name in columns:
+            values = columns[name]
+            schema.append(pa.field(name, pa.list_(pa.float16(), values.shape[1])))
+            arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(schema))
+
+
+def _write_table(table: pa.Table, file: BinaryIO) -> None:
+    floats = [f.name for f in table.schema if f.type == pa.float32()]
+    pq.write_table(
+        table,
+        file,
+        compression="zstd",
+        use_dictionary=_DICTIONARY,
+        use_byte_stream_split=[*floats, *_SPLIT_LISTS],
+        write_page_checksum=True,
+    )
 
 
 def check_shard(path: Path, index: int, plan_digest: str) -> None:

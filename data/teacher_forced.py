@@ -22,7 +22,7 @@ __all__ = ["log_teacher_forced"]
 
 
 def log_teacher_forced(
-    config: CollectConfig, pair: Pair, pieces: Sequence[Sequence[EncodedExample]], advance: Callable[[int], None]
+    config: CollectConfig, pair: Pair, pieces: Sequence[Sequence[EncodedExample]], advance: Callable[[int, int], None]
 ) -> Generator[dict[str, Any], None, None]:
     """Score pieces of examples; yield the columns of one shard for each piece, in order.
 
@@ -30,19 +30,21 @@ def log_teacher_forced(
         config: the settings.
         pair: the models.
         pieces: the examples of each shard.
-        advance: is told of every so many scored positions.
+        advance: is told of scored positions: how many steps of progress and how many tokens they are.
 
     Raises:
         ValueError: logits are not finite; the message names the model, the prompt and the position.
     """
     batches = [make_batches([len(example) for example in piece], config.batch_tokens) for piece in pieces]
     work = ([piece[j] for j in batch] for piece, many in zip(pieces, batches, strict=True) for batch in many)
-    with closing(score_in_order(pair, work, Sampling(temperature=config.temperature), config.top_k)) as results:
+    sampling = Sampling(temperature=config.temperature)
+    with closing(score_in_order(pair, work, sampling, config.top_k, config.hidden)) as results:
         for piece, many in zip(pieces, batches, strict=True):
             scored: dict[int, ScoredRows] = {}
             for batch, rows in zip(many, results, strict=False):
                 scored.update(zip(batch, rows, strict=True))
-                advance(sum(len(part) for part in rows))
+                positions = sum(len(part) for part in rows)
+                advance(positions, positions)
             yield _columns(piece, [scored[j] for j in range(len(piece))])
 
 
@@ -61,5 +63,6 @@ def _columns(piece: Sequence[EncodedExample], scored: Sequence[ScoredRows]) -> d
         "label_kind": ["gold"] * len(rows),
         "source": ["teacher_forced"] * len(rows),
         **rows.floats,
+        **rows.hidden,
         **topk_columns(rows.topk_ids, rows.topk_q, rows.topk_p, rows.topk_kept),
     }

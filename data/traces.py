@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +25,9 @@ from torch import Tensor
 from ..cascade.statistics import STAT_FIELDS, Stats
 from ..router.checks import unknown_name
 from .pairs import PairIdentity, file_digest
-from .shards import SCHEMA_VERSION, read_rows
+from .shards import SCHEMA, SCHEMA_VERSION, read_rows
 
-__all__ = ["SCHEMA_VERSION", "Manifest", "Origin", "Shard", "TracePlan", "TraceSplit", "Traces"]
+__all__ = ["SCHEMA_VERSION", "Manifest", "Origin", "Shard", "TracePlan", "TraceSplit", "Traces", "record_shards"]
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
@@ -272,7 +272,8 @@ class Traces:
         """
         if name not in self.splits:
             raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
-        table = read_rows([self.folder / shard.file for shard in self.manifest.shards], split=name)
+        files = [self.folder / shard.file for shard in self.manifest.shards]
+        table = read_rows(files, split=name, columns=SCHEMA.names)
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
@@ -288,6 +289,20 @@ class Traces:
             topk_q=_padded(table, "topk_q", width, 0.0),
             topk_p=_padded(table, "topk_p", width, 0.0),
         )
+
+
+def record_shards(plan: TracePlan, paths: Sequence[Path], origins: tuple[Origin, ...] = ()) -> Manifest:
+    """Count and digest finished shards, in order, for the manifest that vouches for them."""
+    shards, rows_of, prompts_of = [], dict.fromkeys(plan.collected, 0), dict.fromkeys(plan.collected, 0)
+    for path in paths:
+        table = read_rows([path], columns=["prompt_id", "split"])
+        shards.append(Shard(path.name, table.num_rows, file_digest(path)))
+        splits = np.array(table["split"].to_pylist())
+        ids = np.array(table["prompt_id"].to_pylist())
+        for split in plan.collected:
+            rows_of[split] += int((splits == split).sum())
+            prompts_of[split] += len(set(ids[splits == split]))
+    return Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of, origins)
 
 
 def plan_from(record: Mapping[str, Any]) -> TracePlan:

@@ -18,7 +18,8 @@ DESCRIPTION = """\
 Run drafter and verifier over prompts with references and log, for every position of a reference, what both models
 would have said: statistics of both distributions, their top tokens and whether each was right. Traces are a folder
 of Parquet files with a manifest; they train routers and replay every rule without a model.
-A run that was stopped goes on where it was, and ends with the same bytes as an unbroken one.
+A run that was stopped goes on where it was, and ends with the same bytes as an unbroken one. Started by torchrun or
+accelerate launch, each process takes a GPU and its share of the shards; --executor ray does it on many hosts.
 --inspect DIR shows what a folder holds, finished or not, and draws it into DIR/inspect.
 --merge DIR DIR ... --out DIR makes one set out of several of one pair; what stands in two is kept once.
 Neither loads a model."""
@@ -60,10 +61,12 @@ def run(arguments: list[str]) -> None:
         merge(config.merge, config.out)
     else:
         from ..data.collect import collect
+        from ..data.workers import current_worker
 
         plain = CollectConfig(**{entry.name: getattr(config, entry.name) for entry in fields(CollectConfig)})
         collect(plain)
-        write_config(plain, Path(plain.out))
+        if current_worker().is_first:
+            write_config(plain, Path(plain.out))
 
 
 def _refuse_idle_options(config: CollectCommand) -> None:
@@ -85,7 +88,7 @@ def _refuse_idle_options(config: CollectCommand) -> None:
 
 
 def _leaves(config: CollectCommand) -> dict[str, Any]:
-    from ..data.folders import flatten
+    from ..data.plan import flatten
 
     return flatten(to_plain(config))
 

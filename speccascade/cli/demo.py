@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..data.progress import describe_seconds
 from .options import CommandLine, to_plain, write_config
 from .shell import find_config
 
@@ -177,18 +178,6 @@ def run_stages(out: Path, stages: list[Stage], fresh: bool = False) -> list[str]
 def say(message: str) -> None:
     """Tell the user on stderr how far the demo is."""
     print(message, file=sys.stderr, flush=True)
-
-
-def describe_seconds(seconds: float) -> str:
-    """Write a duration as people say it.
-
-    >>> describe_seconds(3.21), describe_seconds(185)
-    ('3.2 s', '3 min 5 s')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
 
 
 def _read(config: DemoConfig, command: str, config_class: type[Any], **overrides: Any) -> Any:

@@ -5,7 +5,7 @@ import torch
 
 from speccascade.cascade import Sampling, logits_to_probs
 from speccascade.cascade.distribute import distribute, join
-from speccascade.cascade.extremes import find_argmax, plain_second_largest, second_largest
+from speccascade.cascade.extremes import find_argmax, find_largest, plain_second_largest, second_largest
 from speccascade.cascade.forms import Certain, Distribution, FromLogits, Whole, cross_entropy, distance
 
 B, T = 3, 4
@@ -65,6 +65,30 @@ def test_blocks_find_what_a_plain_search_finds(vocab: int) -> None:
     scores = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)  # with equals
     assert torch.equal(find_argmax(scores), scores.argmax(dim=-1))
     assert torch.equal(second_largest(scores), plain_second_largest(scores))
+
+
+@pytest.mark.parametrize("vocab", [40, 1023, 1025, 4096, 4097, 49_152])
+@pytest.mark.parametrize("count", [2, 16])
+def test_the_largest_are_those_of_a_plain_search(vocab: int, count: int) -> None:
+    scores = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=2)  # with equals
+    values, tokens = find_largest(scores, count)
+    assert torch.equal(values, scores.topk(count, dim=-1).values)
+    assert torch.equal(scores.gather(1, tokens), values)
+    assert all(len(set(row)) == count for row in tokens.tolist())
+
+
+@pytest.mark.parametrize("vocab", [40, 4096])
+def test_what_the_top_tells_is_what_a_search_finds(vocab: int) -> None:
+    probs = logits_to_probs(logits_of(vocab).round())  # rounded: many equals, first and later
+    probs[0, 0] = 1 / vocab
+    searched, told = Whole(probs), Whole(probs)
+    values, tokens = told.top(4)
+    assert torch.equal(tokens[..., 0], probs.argmax(dim=-1))
+    assert torch.equal(probs.gather(-1, tokens), values)
+    assert all(len(set(row)) == 4 for row in tokens.view(-1, 4).tolist())
+    for name in ("maximum", "argmax", "margin"):
+        assert name in vars(told)
+        assert torch.equal(getattr(told, name), getattr(searched, name)), name
 
 
 def test_forms_of_each_temperature() -> None:

@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from speccascade.data.folders import record_shards, write_text
+from speccascade.data.folders import write_text
 from speccascade.data.prompts import split_of
-from speccascade.data.shards import CASCADE_COLUMNS, FLOAT_COLUMNS, SCHEMA_VERSION, shard_name, write_shard
-from speccascade.data.traces import TracePlan, Traces
+from speccascade.data.shards import (
+    CASCADE_COLUMNS,
+    FLOAT_COLUMNS,
+    HIDDEN_COLUMNS,
+    SCHEMA_VERSION,
+    shard_name,
+    write_shard,
+)
+from speccascade.data.traces import TracePlan, Traces, record_shards
 
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 
@@ -39,7 +46,8 @@ def make_traces(folder: Path, prompts: dict[str, int], /, **options: Any) -> Tra
     for start in range(0, len(items), plan.shard_prompts):
         piece = items[start : start + plan.shard_prompts]
         parts = [make_rows(name, reference, made, plan) for name, reference in piece]
-        columns = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+        columns: dict[str, Any] = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+        columns |= {name: np.stack(columns[name]) for name in HIDDEN_COLUMNS if name in columns}
         paths.append(folder / shard_name(len(paths)))
         write_shard(paths[-1], columns, len(paths) - 1, plan.digest)
     write_text(folder / "manifest.json", record_shards(plan, paths).to_json())
@@ -77,6 +85,8 @@ def make_rows(name: str, reference: int, made: dict[str, Any], plan: TracePlan) 
         columns["draft_index"], columns["block"] = np.arange(count) % 4, np.arange(count) // 4
         columns["accepted"], columns["deferred"] = noise.random(count) < 0.6, noise.random(count) < 0.3
         columns |= {f.name: noise.random(count) for f in CASCADE_COLUMNS if f.type == pa.float32()}
+    if plan.hidden:
+        columns |= {key: noise.standard_normal((count, 6)).astype(np.float16) for key in HIDDEN_COLUMNS}
     if made["outcomes"]:
         tried = noise.random(count) < 0.5
         values = {"outcome_q": noise.random(count), "outcome_p": noise.random(count)}

@@ -126,6 +126,14 @@ def test_columns_of_a_cascade_survive(tmp_path: Path) -> None:
     assert any(row["answer_changed"] is None for row in itertools.chain(*rows_by_prompt(tmp_path / "both").values()))
 
 
+def test_hidden_states_survive(tmp_path: Path) -> None:
+    folders = [make_traces(tmp_path / name, {name: 0, "z": 0}, hidden=True).folder for name in "ab"]
+    merge(folders, tmp_path / "both")
+    one, two = map(rows_by_prompt, folders)
+    assert rows_by_prompt(tmp_path / "both") == one | {"b": two["b"]}
+    assert len(one["a"][0]["draft_hidden"]) == 6
+
+
 def test_the_bytes_depend_on_the_inputs_alone(maths: Path, code: Path, tmp_path: Path) -> None:
     merge([maths, code], tmp_path / "one")
     merge([str(maths), str(code)], str(tmp_path / "two"))

