@@ -71,7 +71,7 @@ def _look_into_best_block(
 def _block_maxima(scores: Float[Tensor, "N V"], size: int) -> Float[Tensor, "N blocks"]:
     """The largest score of every block of so many tokens; the last block may be shorter."""
     whole = scores.shape[-1] // size * size
-    peaks = scores[:, :whole].unflatten(1, (-1, size)).amax(dim=-1)
+    peaks: Tensor = scores[:, :whole].unflatten(1, (-1, size)).amax(dim=-1)
     if whole < scores.shape[-1]:
         peaks = torch.cat([peaks, scores[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
     return peaks

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from .config import CollectConfig
 from .estimate import Estimate, confirm
 from .folders import folder_lock, sole_writer, write_text
 from .job import Advance, prepare
-from .pairs import Pair, file_digest
+from .pairs import Pair
 from .plan import adopt_plan
 from .progress import Progress, announce
-from .shards import check_shard, read_rows, shard_name
+from .shards import check_shard, shard_name
 from .summary import describe
-from .traces import MANIFEST, Manifest, Shard, TracePlan, Traces
+from .traces import MANIFEST, Manifest, TracePlan, Traces, record_shards
 from .workers import Worker, current_worker
 
 __all__ = ["collect"]
@@ -139,16 +137,8 @@ def _write_manifest(out: Path, plan: TracePlan) -> Manifest | None:
     paths = [out / shard_name(index) for index in range(-(-plan.examples // plan.shard_prompts))]
     if not all(path.is_file() for path in paths):
         return None
-    shards, rows_of, prompts_of = [], dict.fromkeys(plan.collected, 0), dict.fromkeys(plan.collected, 0)
     for index, path in enumerate(paths):
         check_shard(path, index, plan.digest)
-        table = read_rows([path], columns=["prompt_id", "split"])
-        shards.append(Shard(path.name, table.num_rows, file_digest(path)))
-        splits = np.array(table["split"].to_pylist())
-        ids = np.array(table["prompt_id"].to_pylist())
-        for split in plan.collected:
-            rows_of[split] += int((splits == split).sum())
-            prompts_of[split] += len(set(ids[splits == split]))
-    manifest = Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of)
+    manifest = record_shards(plan, paths)
     write_text(out / MANIFEST, manifest.to_json())
     return manifest

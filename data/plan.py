@@ -17,7 +17,7 @@ from .pairs import Pair
 from .shards import SCHEMA_VERSION
 from .traces import PLAN, TracePlan, read_plan
 
-__all__ = ["adopt_plan", "make_plan"]
+__all__ = ["adopt_plan", "flatten", "make_plan"]
 
 
 def make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExample]) -> TracePlan:
@@ -62,7 +62,7 @@ def adopt_plan(out: Path, plan: TracePlan) -> None:
             _refuse_foreign(out)
             write_text(out / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
             return
-    old, new = _flat(asdict(earlier)), _flat(asdict(plan))
+    old, new = flatten(asdict(earlier)), flatten(asdict(plan))
     for key in [*new, *old]:
         if old.get(key) != new.get(key):
             raise ValueError(
@@ -83,8 +83,9 @@ def _refuse_foreign(out: Path) -> None:
         )
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn nested dictionaries into one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..router.checks import unknown_name
 from .pairs import PairIdentity, file_digest
 from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA, SCHEMA_VERSION, read_rows
 
-__all__ = ["SCHEMA_VERSION", "Manifest", "Shard", "TracePlan", "TraceSplit", "Traces"]
+__all__ = ["SCHEMA_VERSION", "Manifest", "Origin", "Shard", "TracePlan", "TraceSplit", "Traces", "record_shards"]
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
@@ -80,14 +80,34 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """A trace set that became part of a merged one.
+
+    Args:
+        digest: the set's own digest.
+        source: where its prompts came from.
+        code_version: the release that collected it.
+        rows: how many of its positions are here.
+        shards: names of the shards here that hold them, and nothing else.
+    """
+
+    digest: str
+    source: str
+    code_version: str
+    rows: int
+    shards: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """What a trace folder holds and how it was made; written last."""
+    """What a trace folder holds and how it was made; written last. Only a merged set has `origins`."""
 
     plan: TracePlan
     shards: tuple[Shard, ...]
     rows: int
     split_rows: dict[str, int]
     split_prompts: dict[str, int]
+    origins: tuple[Origin, ...] = ()
 
     @property
     def identity(self) -> PairIdentity:
@@ -99,11 +119,31 @@ class Manifest:
         """SHA-256 over the digests of all shards: names the trace as a whole."""
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
+    @property
+    def parts(self) -> tuple[Origin, ...]:
+        """The sets that the rows came from: `origins`, or of a set that was not merged, itself."""
+        files, source = tuple(shard.file for shard in self.shards), str(self.plan.prompts.get("source", ""))
+        return self.origins or (Origin(self.digest, source, self.plan.code_version, self.rows, files),)
+
+    def shards_of(self, origin: str) -> tuple[Shard, ...]:
+        """The shards whose rows came from one set, named by its prompts' source or its digest.
+
+        Raises:
+            ValueError: no such origin; the nearest is named, and all are listed.
+        """
+        chosen = [one for one in self.parts if origin in (one.source, one.digest)]
+        if not chosen:
+            raise ValueError(unknown_name("origin", origin, dict.fromkeys(one.source for one in self.parts)))
+        files = {file for one in chosen for file in one.shards}
+        return tuple(shard for shard in self.shards if shard.file in files)
+
     def to_json(self) -> str:
-        """One flat object: the plan's keys, then shards and counts."""
-        counts = {"rows": self.rows, "split_rows": self.split_rows, "split_prompts": self.split_prompts}
-        shards = [asdict(shard) for shard in self.shards]
-        return json.dumps({**asdict(self.plan), **counts, "digest": self.digest, "shards": shards}, indent=2) + "\n"
+        """One flat object: the plan's keys, then counts, origins if it was merged, and shards."""
+        record = {**asdict(self.plan), "rows": self.rows, "split_rows": self.split_rows}
+        record |= {"split_prompts": self.split_prompts, "digest": self.digest}
+        if self.origins:
+            record["origins"] = [asdict(origin) for origin in self.origins]
+        return json.dumps({**record, "shards": [asdict(shard) for shard in self.shards]}, indent=2) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -124,10 +164,12 @@ class Manifest:
         try:
             plan = plan_from(record)
             shards = tuple(Shard(**shard) for shard in record["shards"])
-            manifest = cls(plan, shards, record["rows"], record["split_rows"], record["split_prompts"])
+            parts = tuple(Origin(**{**part, "shards": tuple(part["shards"])}) for part in record.get("origins", ()))
+            manifest = cls(plan, shards, record["rows"], record["split_rows"], record["split_prompts"], parts)
         except (KeyError, TypeError) as error:
             raise ValueError(f"traces: {path} is damaged: {error}") from error
-        if record.get("digest") != manifest.digest or sum(shard.rows for shard in shards) != manifest.rows:
+        added = {sum(shard.rows for shard in shards), sum(part.rows for part in manifest.parts)}
+        if record.get("digest") != manifest.digest or added != {manifest.rows}:
             raise ValueError(f"traces: {path} is damaged: its shards do not add up to its digest and rows")
         return manifest
 
@@ -276,6 +318,20 @@ class Traces:
             top_k=self.manifest.plan.top_k,
             **_optional_columns(table),
         )
+
+
+def record_shards(plan: TracePlan, paths: Sequence[Path], origins: tuple[Origin, ...] = ()) -> Manifest:
+    """Count and digest finished shards, in order, for the manifest that vouches for them."""
+    shards, rows_of, prompts_of = [], dict.fromkeys(plan.collected, 0), dict.fromkeys(plan.collected, 0)
+    for path in paths:
+        table = read_rows([path], columns=["prompt_id", "split"])
+        shards.append(Shard(path.name, table.num_rows, file_digest(path)))
+        splits = np.array(table["split"].to_pylist())
+        ids = np.array(table["prompt_id"].to_pylist())
+        for split in plan.collected:
+            rows_of[split] += int((splits == split).sum())
+            prompts_of[split] += len(set(ids[splits == split]))
+    return Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of, origins)
 
 
 def plan_from(record: Mapping[str, Any]) -> TracePlan:

@@ -21,7 +21,7 @@ __all__ = [
     "budget_hull",
     "curve_area",
     "curve_at",
-    "expected_calibration_error",
+    "equal_count_calibration_error",
     "interval",
     "reliability",
     "resampled_means",
@@ -151,9 +151,13 @@ def reliability(confidence: ArrayLike, correct: ArrayLike, bins: int = 15) -> Re
     )
 
 
-def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, bins: int = 15) -> float:
-    """Mean distance between confidence and accuracy over bins of equal counts; NaN for no position."""
-    table = reliability(confidence, correct, bins)
+def equal_count_calibration_error(stated: ArrayLike, observed: ArrayLike, bins: int = 15) -> float:
+    """Mean distance between what was stated and what came true, over bins of equal counts; NaN for no position.
+
+    For what is no probability, such as a router's gap from -1 to 1, most of which lies near 0. Chances in [0, 1] are
+    measured by `data.calibration.calibration_error`, over bins of equal width.
+    """
+    table = reliability(stated, observed, bins)
     if table.weight.size == 0:
         return float("nan")
     return float((table.weight * np.abs(table.confidence - table.accuracy)).sum())

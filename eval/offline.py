@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
+from ..data.calibration import calibration_error
 from ..data.pairs import PairIdentity
 from ..data.progress import announce
 from ..data.traces import Traces
 from .config import EvaluateConfig
 from .frontier import measure_frontiers
 from .methods import Method, plug_in_methods, router_method
-from .metrics import expected_calibration_error, reliability
+from .metrics import equal_count_calibration_error, reliability
 from .provenance import describe_run
 from .replay import Replay
 from .tables import write_json, write_table
@@ -104,7 +106,11 @@ def router_digest(directory: str) -> str:
 
 
 def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Calibration of both models and of each router's gap, everywhere and where the models differ: errors and bins."""
+    """Calibration of both models and of each router's gap, everywhere and where the models differ: errors and bins.
+
+    Errors of the models' confidences are over bins of equal width (`data.calibration`); of gaps, and all bins that are
+    drawn, over bins of equal counts.
+    """
     stats, correct = test.source.stats, test.correctness
     differ = stats.argmax_agree.numpy() == 0
     sources = {
@@ -120,8 +126,10 @@ def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[s
     for name, (stated, truth) in sources.items():
         errors[name] = {}
         for where, chosen in (("all", np.ones_like(differ)), ("differ", differ)):
-            pair = (stated.numpy()[chosen], truth.numpy()[chosen])
-            errors[name][where] = expected_calibration_error(*pair)
+            here = torch.from_numpy(chosen)
+            pair = (stated[here], truth[here])
+            is_model = name in ("drafter", "verifier")
+            errors[name][where] = calibration_error(*pair) if is_model else equal_count_calibration_error(*pair)
             bins = reliability(*pair)
             columns = {"confidence": bins.confidence, "accuracy": bins.accuracy, "weight": bins.weight}
             tables.append(pd.DataFrame({"source": name, "where": where, **columns}))

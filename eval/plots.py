@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 
-from .style import BOUND, INK, QUIET, Look, figure_style, label_lines, look_of, save_figure
+from ..data.figures import BOUND, DRAFTER, INK, QUIET, VERIFIER, figure_style, save_figure
+from .style import Look, label_lines, look_of
 
 __all__ = ["plot_distances", "plot_frontier", "plot_live", "plot_reliability"]
 
@@ -153,7 +154,7 @@ def plot_reliability(bins: pd.DataFrame, errors: Mapping[str, Any], directory: P
         for panel, where, title in zip(
             axes[0], ("all", "differ"), ("All positions", "Where they differ"), strict=False
         ):
-            for source, color, marker in (("drafter", "#E69F00", "v"), ("verifier", "#0072B2", "D")):
+            for source, color, marker in (("drafter", DRAFTER, "v"), ("verifier", VERIFIER, "D")):
                 label = f"{source}, ECE {errors[source][where]:.3f}"
                 _draw_bins(panel, bins, source, where, color, marker, label)
             panel.plot([0, 1], [0, 1], color=BOUND, lw=0.9, dashes=(2, 2), zorder=1)

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg", force=False)
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-__all__ = ["BOUND", "QUIET", "Look", "figure_style", "label_lines", "look_of", "save_figure"]
+from ..data.figures import BOUND, INK, QUIET
 
-QUIET = "#9aa0a6"
-INK = "#202124"
-BOUND = "#5f6368"
+__all__ = ["Look", "label_lines", "look_of"]
 
 
 @dataclass(frozen=True)
@@ -67,38 +57,6 @@ def look_of(method: str, kind: str, routers: Sequence[str] = ()) -> Look:
         place = list(routers).index(method) if method in routers else 0
         return Look(_ROUTERS[place % len(_ROUTERS)], 2.8, order=6)
     return _LOOKS.get(method) or _OTHERS.get(kind, _OTHERS["fixed"])
-
-
-@contextmanager
-def figure_style() -> Iterator[None]:
-    """Set sizes and frames for the figures drawn inside, and leave the user's settings alone."""
-    settings: dict[Any, Any] = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "axes.titlesize": 12,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titlepad": 12,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": "#dadce0",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "grid.color": "#eceff1",
-        "grid.linewidth": 0.9,
-        "xtick.color": BOUND,
-        "ytick.color": BOUND,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "legend.frameon": False,
-        "figure.facecolor": "white",
-        "savefig.facecolor": "white",
-        "svg.hashsalt": "speccascade",
-        "svg.fonttype": "path",
-    }
-    with matplotlib.rc_context(settings):
-        yield
 
 
 def label_lines(axes: Axes, labels: Sequence[tuple[float, str, Look]], x: float, gap: float = 0.052) -> None:
@@ -154,13 +112,3 @@ def _bottom(group: Sequence[float], gap: float) -> float:
 
 def _top(group: Sequence[float], gap: float) -> float:
     return _bottom(group, gap) + gap * (len(group) - 1)
-
-
-def save_figure(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Write PNG and SVG without dates, so that the same table gives the same files, and close the figure."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{name}.png", directory / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
-    figure.savefig(paths[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    return paths

@@ -9,7 +9,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-__all__ = ["FrontierArea", "frontier_area"]
+from ..data.calibration import BINS, calibration_sums, error_of_sums
+
+__all__ = ["CalibrationError", "FrontierArea", "frontier_area"]
 
 
 def frontier_area(
@@ -67,3 +69,24 @@ class FrontierArea(Metric):
         """Mean loss over budgets."""
         parts = [dim_zero_cat(getattr(self, name)) for name in ("gap", "tv", "draft_loss", "verifier_loss")]
         return torch.tensor(frontier_area(*parts))
+
+
+class CalibrationError(Metric):
+    """Expected calibration error over all validation batches, as `data.calibration` defines it."""
+
+    full_state_update = False
+    higher_is_better = False
+
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", default=torch.zeros(3, BINS, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, confidence: Float[Tensor, "N"], correct: Float[Tensor, "N"]) -> None:
+        """Add positions."""
+        self.sums = self.sums + calibration_sums(confidence.detach(), correct)
+
+    def compute(self) -> Tensor:
+        """Error over the positions so far."""
+        return error_of_sums(self.sums)

@@ -10,11 +10,11 @@ import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torchmetrics.classification import BinaryAUROC, BinaryCalibrationError
+from torchmetrics.classification import BinaryAUROC
 
 from ..router.heads import LOSSES, make_head
 from .datamodule import TraceBatch, TraceDataModule
-from .metrics import FrontierArea
+from .metrics import CalibrationError, FrontierArea
 
 __all__ = ["RouterModule"]
 
@@ -51,7 +51,7 @@ class RouterModule(pl.LightningModule):
         names = ("draft", "verifier") if estimator == "two_confidence" else ()
         self.areas = {loss: FrontierArea() for loss in LOSSES}
         self.rankings = {loss: BinaryAUROC() for loss in LOSSES}
-        self.calibrations = {name: BinaryCalibrationError(n_bins=15) for name in names}
+        self.calibrations = {name: CalibrationError() for name in names}
         # Registered too, so that they move to the device with the module.
         self.metrics = torch.nn.ModuleList([*self.areas.values(), *self.rankings.values(), *self.calibrations.values()])
 
@@ -86,7 +86,7 @@ class RouterModule(pl.LightningModule):
         if self.calibrations:
             confidences = self.head.confidences(features)[:, 0]
             for model, name in enumerate(("draft", "verifier")):
-                self.calibrations[name].update(confidences[:, model], correctness[:, 0, model].long())
+                self.calibrations[name].update(confidences[:, model], correctness[:, 0, model])
 
     def on_validation_epoch_end(self) -> None:
         """Log the epoch's metrics."""

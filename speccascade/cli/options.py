@@ -1,12 +1,14 @@
 """From a config dataclass to a command line: flags, ``--config``, help, and refusals that name the nearest key.
 
 Each command's config stands beside what it configures (``data``, ``training``, ``eval``); this module only reads it.
-On top of jsonargparse: dashes in flag names, ``--flag`` and ``--no-flag`` for booleans, flags override the file
-wherever they stand, and unknown keys are refused here, so that flags and files are answered alike.
+On top of jsonargparse: dashes in flag names, ``--flag`` and ``--no-flag`` for booleans, ``--list a b`` beside
+``--list [a,b]``, flags override the file wherever they stand, and unknown keys are refused here, so that flags and
+files are answered alike.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +78,7 @@ class CommandLine(Generic[ConfigT]):
         configs: list[str] = []
         flags: list[str] = []
         free: list[str] = []
+        lists: dict[str, list[str]] = {}
         while words:
             word = words.pop(0)
             if word == "--":
@@ -99,11 +102,21 @@ class CommandLine(Generic[ConfigT]):
                 self._check_flag(name)
                 if not equals:
                     value = _take_value(name, words)
+                if self._takes_words(name):
+                    lists[name] = lists.get(name, []) + _read_list(value)
+                    while words and not equals and not words[0].startswith("-"):
+                        lists[name].append(words.pop(0))
+                    continue
             if name == "config":
                 configs.append(f"--config={find_config(value)}")
             else:
                 flags.append(f"--{name}={value}")
-        return configs + flags, free
+        return configs + flags + [f"--{name}={json.dumps(items)}" for name, items in lists.items()], free
+
+    def _takes_words(self, name: str) -> bool:
+        """Whether a flag takes several words: a list of texts, where free words mean nothing else."""
+        texts = (list[str], tuple[str, ...], list[str] | None, tuple[str, ...] | None)
+        return self.positional is None and self.leaves.get(name) in texts
 
     def _check_flag(self, name: str) -> None:
         if name == "config" or self._is_known(name):
@@ -189,6 +202,16 @@ def _take_value(name: str, words: list[str]) -> str:
     if not words or words[0].startswith("--"):
         raise UsageError(f"--{_dashed(name)}: expected a value, got nothing")
     return words.pop(0)
+
+
+def _read_list(value: str) -> list[str]:
+    """Read ``[a,b]``, or a word that stands for itself."""
+    if not value.startswith("["):
+        return [value]
+    try:
+        return [str(item) for item in yaml.safe_load(value)]
+    except yaml.YAMLError:
+        return [value]
 
 
 def _config_paths(words: Sequence[str]) -> list[Path]:

@@ -85,6 +85,20 @@ def test_booleans(line, words: str, expected: bool) -> None:
     assert (config.chat, config.words) == (expected, ["hello"])
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("--names a b --limit 3 --names c", ["a", "b", "c"]), ("--names [a,b]", ["a", "b"]), ("--names=a", ["a"])],
+)
+def test_a_list_takes_words_where_free_words_mean_nothing(words: str, expected: list[str]) -> None:
+    @dataclass(frozen=True)
+    class Named:
+        names: list[str] | None = None
+        limit: int = 0
+
+    globals()["Named"] = Named
+    assert CommandLine("sample", Named, "", "").parse(words.split()).names == expected
+
+
 def test_flags_override_the_file_wherever_they_stand(line, tmp_path) -> None:
     path = _write(tmp_path, "out: from_file\nmax_new_tokens: 1\npair: {drafter: a, verifier: b}\n")
     for words in (["--max-new-tokens", "2", "--config", path], [f"--config={path}", "--max-new-tokens", "2"]):

@@ -196,15 +196,15 @@ def test_teacher_forced_traces_hold_none_of_it(collect_config: CollectConfig) ->
         assert getattr(split, name) is None, name
 
 
-def test_progress_counts_the_rows(
+def test_progress_counts_prompts_and_rows(
     cascade_config: CollectConfig, cascade_pair: Pair, encoded: list[EncodedExample]
 ) -> None:
-    told: list[int] = []
-    shards = [
-        len(c["token"]) for c in log_cascade(cascade_config, cascade_pair, [encoded[:5], encoded[5:]], told.append)
-    ]
-    assert len(told) == 3  # three and two of the first piece, three of the second
-    assert [sum(told[:2]), told[2]] == shards
+    told: list[tuple[int, int]] = []
+    pieces = [encoded[:5], encoded[5:]]
+    logged = log_cascade(cascade_config, cascade_pair, pieces, lambda prompts, tokens: told.append((prompts, tokens)))
+    shards = [len(columns["token"]) for columns in logged]
+    assert [prompts for prompts, _ in told] == [3, 2, 3]
+    assert [told[0][1] + told[1][1], told[2][1]] == shards
 
 
 def test_a_prompt_without_room_is_named_or_left_out(

@@ -17,7 +17,6 @@ from speccascade.cascade.statistics import STAT_FIELDS
 from speccascade.data.collect import collect
 from speccascade.data.config import CollectConfig
 from speccascade.data.shards import SCHEMA_VERSION
-from speccascade.data.summary import describe, summarise
 from speccascade.data.traces import Traces
 
 
@@ -142,27 +141,6 @@ def test_the_manifest_says_who_made_the_rows(folder: Path, collect_config: Colle
     assert manifest.plan.dtype == "float32"
     assert manifest.plan.temperature == 1.0
     assert manifest.rows == sum(manifest.split_rows.values()) == sum(shard.rows for shard in manifest.shards)
-
-
-def test_hugging_face_datasets_opens_the_folder_as_it_is(folder: Path, tmp_path: Path) -> None:
-    from datasets import load_dataset
-
-    rows = load_dataset("parquet", data_files=f"{folder}/*.parquet", split="train", cache_dir=str(tmp_path / "cache"))
-    assert rows.num_rows == Traces.open(folder).manifest.rows
-    assert set(STAT_FIELDS) < set(rows.column_names)
-
-
-def test_the_summary_counts_and_measures(folder: Path) -> None:
-    traces = Traces.open(folder)
-    split = traces.split("train")
-    row = summarise(split)
-    right = split.correctness[:, 0]
-    assert row["positions"] == len(split)
-    assert row["draft_accuracy"] == pytest.approx(right[:, 0].mean().item())
-    assert row["disagreement"] == pytest.approx(1 - split.stats.argmax_agree.mean().item())
-    gain = row["verifier_accuracy"] - row["draft_accuracy"]
-    assert row["verifier_only_right"] - row["draft_only_right"] == pytest.approx(gain, abs=1e-6)
-    assert "train" in describe(traces)
 
 
 def test_a_moved_folder_still_opens(folder: Path, tmp_path: Path) -> None:

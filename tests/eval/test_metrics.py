@@ -8,7 +8,7 @@ from speccascade.eval.metrics import (
     budget_hull,
     curve_area,
     curve_at,
-    expected_calibration_error,
+    equal_count_calibration_error,
     interval,
     reliability,
     resampled_means,
@@ -108,9 +108,9 @@ def test_calibration_error_of_a_known_miscalibration():
     confidence = generator.uniform(0.5, 1.0, 40_000)
     honest = generator.random(40_000) < confidence
     boastful = generator.random(40_000) < confidence - 0.2
-    assert expected_calibration_error(confidence, honest) < 0.015
-    assert expected_calibration_error(confidence, boastful) == pytest.approx(0.2, abs=0.015)
-    assert np.isnan(expected_calibration_error([], []))
+    assert equal_count_calibration_error(confidence, honest) < 0.015
+    assert equal_count_calibration_error(confidence, boastful) == pytest.approx(0.2, abs=0.015)
+    assert np.isnan(equal_count_calibration_error([], []))
 
 
 def test_reliability_bins_hold_equal_shares():

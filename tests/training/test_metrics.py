@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from speccascade.training.metrics import FrontierArea, frontier_area
+from speccascade.data.calibration import calibration_error
+from speccascade.training.metrics import CalibrationError, FrontierArea, frontier_area
 
 
 def test_by_hand() -> None:
@@ -43,3 +44,16 @@ def test_batches_add_up() -> None:
     for start in (0, 40, 80):
         metric.update(*(values[start : start + 40] for values in (gap, tv, draft, verifier)))
     assert math.isclose(float(metric.compute()), frontier_area(gap, tv, draft, verifier), rel_tol=1e-5)
+
+
+def test_calibration_over_batches_is_that_of_the_data_package() -> None:
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(1000, generator=generator)
+    correct = (torch.rand(1000, generator=generator) < confidence).float()
+    metric = CalibrationError()
+    for part in zip(confidence.split(300), correct.split(300), strict=True):
+        metric.update(*part)
+    assert math.isclose(float(metric.compute()), calibration_error(confidence, correct), abs_tol=1e-12)
+    metric.reset()
+    metric.update(torch.tensor([0.8]), torch.tensor([0.0]))
+    assert math.isclose(float(metric.compute()), 0.8, rel_tol=1e-6)
