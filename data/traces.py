@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -299,7 +300,9 @@ class Traces:
         if name not in self.splits:
             raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
         files = [self.folder / shard.file for shard in self.manifest.shards]
-        table = read_rows(files, split=name, columns=SCHEMA.names)
+        held = set(pq.read_schema(files[0]).names)
+        optional = [column for column in (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names) if column in held]
+        table = read_rows(files, split=name, columns=[*SCHEMA.names, *optional])  # hidden states stay where they are
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)

@@ -44,7 +44,7 @@ def run_alone(config: CollectConfig, pair: Pair, example: EncodedExample) -> Any
     settings = config.cascade
     rule = build_rule(settings, pair.identity)
     return SpeculativeCascade(pair.drafter, pair.verifier, rule, settings.gamma, vocab_size=pair.vocab_size).generate(
-        torch.tensor([example.prompt_ids]),
+        torch.tensor([list(example.prompt_ids)]),
         max_new_tokens=settings.max_new_tokens,
         temperature=config.temperature,
         eos_token_id=end_token_ids(pair.tokenizer, config.prompts, pair.verifier),

@@ -94,7 +94,7 @@ def kept_sequences(config: CollectConfig, pair: Pair, examples: list[EncodedExam
         rule = build_rule(settings, pair.identity)
         cascade = SpeculativeCascade(pair.drafter, pair.verifier, rule, settings.gamma, vocab_size=pair.vocab_size)
         out = cascade.generate(
-            torch.tensor([example.prompt_ids]),
+            torch.tensor([list(example.prompt_ids)]),
             max_new_tokens=settings.max_new_tokens,
             temperature=config.temperature,
             eos_token_id=end_token_ids(pair.tokenizer, config.prompts, pair.verifier),
