@@ -192,7 +192,7 @@ def _answer(
     cascade: SpeculativeCascade, examples: Sequence[EncodedExample], config: CollectConfig, ends: Sequence[int]
 ) -> list[list[int]]:
     """Run a batch of prompts to their ends; each draws from a seed of its own."""
-    prompts = [example.prompt_ids for example in examples]
+    prompts = [example.prompt_ids.tolist() for example in examples]
     seeds = [seed_of(config.cascade.seed, example.prompt_id) for example in examples]
     try:
         return generate_answers(cascade, prompts, config.cascade.max_new_tokens, ends, config.temperature, seeds)

@@ -134,7 +134,7 @@ class Trials:
                 answers[index] = run.answer
             elif start[-1] not in self.ends and len(start) < self.config.max_new_tokens:
                 left.append((self.config.max_new_tokens - len(start), index))
-        prefixes = {index: [*started[index][0].example.prompt_ids, *started[index][1]] for _, index in left}
+        prefixes = {index: [*started[index][0].example.prompt_ids.tolist(), *started[index][1]] for _, index in left}
         for batch in self._make_batches(sorted(left, reverse=True), prefixes):
             prompts = [prefixes[index] for _, index in batch]
             for (room, index), written in zip(
