@@ -13,7 +13,6 @@ Knows nothing of files. Shapes: ``B`` row of the batch, ``T`` position in a bloc
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -30,9 +29,9 @@ from .counterfactual import Run, Trials, generate_answers, outcome_columns
 from .encoding import EncodedExample, end_token_ids
 from .pairs import Pair, PairIdentity
 from .scoring import ScoredRows, tabulate_block
-from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA, topk_columns
+from .shards import topk_columns
 
-__all__ = ["RoundRecorder", "build_rule", "fits", "log_cascade", "seed_of"]
+__all__ = ["RoundRecorder", "build_rule", "log_cascade", "seed_of"]
 
 
 def log_cascade(
@@ -40,8 +39,7 @@ def log_cascade(
 ) -> Generator[dict[str, Any], None, None]:
     """Run the cascade over pieces of examples; yield the columns of one shard for each piece, in order.
 
-    Rows stand in the order of the piece's prompts, those of a prompt in the order of their positions. With
-    ``config.skip_long`` a prompt that does not fit into the context has no rows.
+    Rows stand in the order of the piece's prompts, those of a prompt in the order of their positions.
 
     Args:
         config: the settings.
@@ -50,8 +48,7 @@ def log_cascade(
         advance: is told of prompts that have their answers, and of the tokens logged of them.
 
     Raises:
-        ValueError: before a model runs: a prompt does not fit into the context, the router belongs to another pair,
-            the scorer is unknown, or an example lacks the reference that its answers are scored against; later:
+        ValueError: before a model runs: the router belongs to another pair, the scorer is unknown, or an example lacks the reference that its answers are scored against; later:
             logits are not finite (the model and the prompts are named), or a score lies outside [0, 1].
     """
     settings = config.cascade
@@ -60,10 +57,8 @@ def log_cascade(
     cascade = SpeculativeCascade(
         pair.drafter, pair.verifier, rule, settings.gamma, vocab_size=pair.vocab_size, observer=recorder
     )
-    context = cascade.max_length or sys.maxsize
-    pieces = [_check_lengths(piece, context, config) for piece in pieces]
     ends = end_token_ids(pair.tokenizer, config.prompts, pair.verifier)
-    trials = Trials.prepare(settings, pair, ends, pieces) if settings.counterfactuals else None
+    trials = Trials.prepare(config, pair, ends, pieces) if settings.counterfactuals else None
     for piece in pieces:
         logged: dict[int, _Logged] = {}
         for batch in _make_batches(piece, settings.batch_size):
@@ -90,11 +85,6 @@ def build_rule(config: CascadeConfig, identity: PairIdentity) -> TargetRule:
     router = LearnedRouter.from_pretrained(config.router, alpha=config.alpha)
     router.check_pair(**asdict(identity))
     return router
-
-
-def fits(example: EncodedExample, context: int, config: CascadeConfig) -> bool:
-    """Whether an answer of full length has room behind the prompt in a context of so many tokens."""
-    return len(example.prompt_ids) + config.max_new_tokens <= context
 
 
 class RoundRecorder:
@@ -170,18 +160,6 @@ class _Logged:
         return Run(self.example, self.answer, facts["position"], facts["draft_choice"], label, greedy)
 
 
-def _check_lengths(piece: Sequence[EncodedExample], context: int, config: CollectConfig) -> list[EncodedExample]:
-    """Leave out, or refuse, what does not fit into the context."""
-    for example in piece:
-        if not config.skip_long and not fits(example, context, config.cascade):
-            raise ValueError(
-                f"prompt {example.prompt_id}: {len(example.prompt_ids):,} tokens and {config.cascade.max_new_tokens:,} "
-                f"new ones, the models' context is {context:,}; set skip_long to leave such prompts out, or "
-                "cascade.max_new_tokens to write less"
-            )
-    return [example for example in piece if fits(example, context, config.cascade)]
-
-
 def _make_batches(piece: Sequence[EncodedExample], batch_size: int) -> list[list[int]]:
     """Group indices of prompts of similar length: the less padding, the better."""
     order = sorted(range(len(piece)), key=lambda index: (len(piece[index].prompt_ids), index))
@@ -208,8 +186,6 @@ def seed_of(seed: int, prompt_id: str) -> int:
 
 def _columns(logged: Sequence[_Logged], trials: Trials | None, greedy: bool) -> dict[str, Any]:
     """All columns of one shard, prompts in the order given."""
-    if not logged:
-        return {field.name: [] for field in (*SCHEMA, *CASCADE_COLUMNS, *(OUTCOME_COLUMNS if trials else ()))}
     whole = Examined.join([one.examined for one in logged])
     rows, facts = whole.rows, whole.facts
     counts = [len(one.examined.rows) for one in logged]

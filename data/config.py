@@ -30,13 +30,14 @@ class CascadeConfig:
         max_new_tokens: where an answer stops at the latest.
         batch_size: prompts that run together.
         seed: with each prompt's id it decides what is drawn, whatever else runs.
-        scorer: grades whole answers against the reference, such as 'final_answer'; needed by `counterfactuals`.
+        scorer: grades the answers of `counterfactuals` against the reference, such as 'final_answer'; by default the
+            task's own.
         counterfactuals: at up to so many disagreements a prompt, let the verifier end the answer after the drafter's
             token and after its own, and log how good the two answers are; 0 for none.
 
     Raises:
         ValueError: a number out of range, a rule that is unknown or cannot be built from its options, a rule beside a
-            router, α given twice, or one of `scorer` and `counterfactuals` without the other.
+            router, α given twice, or a `scorer` without `counterfactuals`.
     """
 
     rule: str = "specdecode"
@@ -61,8 +62,6 @@ class CascadeConfig:
             rules.get(self.rule, **self.parameters)  # a rule that cannot be built is known before a model is loaded
         else:
             self._check_router_alone()
-        if self.counterfactuals and self.scorer is None:
-            raise ValueError("scorer: expected a name beside counterfactuals, such as 'final_answer', got none")
         if self.scorer is not None and not self.counterfactuals:
             raise ValueError(f"counterfactuals: expected at least 1 beside scorer {self.scorer!r}, got 0")
 
@@ -180,4 +179,15 @@ class CollectConfig:
                 "max_tokens: expected none with source 'cascade', which scores no reference; "
                 f"set cascade.max_new_tokens, got {self.max_tokens}"
             )
+        task = self.prompts.task_name
+        if self.cascade.counterfactuals and self.scorer is None:
+            raise ValueError(
+                "cascade.scorer: expected a name beside counterfactuals, such as 'final_answer', since "
+                f"{'the prompts have no task' if task is None else f'task {task!r} has no scorer'}; got none"
+            )
         Sampling(temperature=self.temperature)
+
+    @property
+    def scorer(self) -> str | None:
+        """Name of what grades the answers of counterfactuals: as given, else the task's own, if it has one."""
+        return self.cascade.scorer or self.prompts.preset.scorer

@@ -21,7 +21,7 @@ import torch
 
 from ..cascade.generation import GenerationLoop
 from ..cascade.single import SingleModel
-from .config import CascadeConfig
+from .config import CascadeConfig, CollectConfig
 from .encoding import EncodedExample
 from .pairs import Pair
 from .scorers import Scorer, find_scorer
@@ -88,20 +88,24 @@ class Trials:
 
     @classmethod
     def prepare(
-        cls, config: CascadeConfig, pair: Pair, ends: Sequence[int], pieces: Sequence[Sequence[EncodedExample]]
+        cls,
+        config: CollectConfig,
+        pair: Pair,
+        ends: Sequence[int],
+        pieces: Sequence[Sequence[EncodedExample]],
     ) -> Trials:
         """Find the scorer, and make sure that every example brings its reference.
 
         Raises:
             ValueError: an unknown scorer, or an example whose text was not kept; the prompt is named.
         """
-        assert config.scorer is not None, "a config with counterfactuals names a scorer"
+        assert config.scorer is not None, "the config was checked"
         scorer = find_scorer(config.scorer)
         bare = next((example for piece in pieces for example in piece if example.example is None), None)
         if bare is not None:
             raise ValueError(f"counterfactuals: expected the reference of prompt {bare.prompt_id} as text, got none")
         verifier = SingleModel(pair.verifier, vocab_size=pair.vocab_size)
-        return cls(verifier, pair.tokenizer, scorer, config.scorer, tuple(ends), config)
+        return cls(verifier, pair.tokenizer, scorer, config.scorer, tuple(ends), config.cascade)
 
     def run(self, runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
         """Try both tokens at the chosen disagreements of each run.

@@ -291,18 +291,21 @@ class Traces:
         """Names of the splits that hold rows."""
         return tuple(name for name, rows in self.manifest.split_rows.items() if rows)
 
-    def split(self, name: str) -> TraceSplit:
-        """Load one split as tensors.
+    def split(self, name: str, origin: str | None = None) -> TraceSplit:
+        """Load one split as tensors; of a merged set the rows of one `origin` only, where it is given.
 
         Raises:
-            ValueError: no such split, or an empty one.
+            ValueError: no such split, or an empty one; no such origin, or one without rows in the split.
         """
         if name not in self.splits:
             raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
-        files = [self.folder / shard.file for shard in self.manifest.shards]
+        shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
+        files = [self.folder / shard.file for shard in shards]
         held = set(pq.read_schema(files[0]).names)
         optional = [column for column in (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names) if column in held]
         table = read_rows(files, split=name, columns=[*SCHEMA.names, *optional])  # hidden states stay where they are
+        if not table.num_rows:
+            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)

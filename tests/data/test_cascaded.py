@@ -16,12 +16,13 @@ import torch
 from speccascade.cascade import SpeculativeCascade
 from speccascade.cascade.distributions import Sampling, logits_to_probs
 from speccascade.cascade.statistics import Stats
-from speccascade.data.cascaded import build_rule, fits, log_cascade, seed_of
+from speccascade.data.cascaded import build_rule, log_cascade, seed_of
 from speccascade.data.collect import collect
 from speccascade.data.config import CascadeConfig, CollectConfig
 from speccascade.data.encoding import EncodedExample, end_token_ids
+from speccascade.data.job import prepare
 from speccascade.data.pairs import Pair
-from speccascade.data.shards import CASCADE_COLUMNS, SCHEMA, write_shard
+from speccascade.data.shards import CASCADE_COLUMNS, write_shard
 from speccascade.data.traces import Traces
 
 TEMPERATURES = [0.0, 0.7, 1.0]
@@ -207,20 +208,16 @@ def test_progress_counts_prompts_and_rows(
     assert [told[0][1] + told[1][1], told[2][1]] == shards
 
 
-def test_a_prompt_without_room_is_named_or_left_out(
-    cascade_config: CollectConfig, cascade_pair: Pair, encoded: list[EncodedExample], tmp_path: Path
+def test_a_prompt_without_room_for_its_answer_is_named_or_left_out(
+    cascade_config: CollectConfig, cascade_pair: Pair, encoded: list[EncodedExample]
 ) -> None:
     longest = max(len(example.prompt_ids) for example in encoded)
     config = replace(cascade_config, cascade=replace(cascade_config.cascade, max_new_tokens=512 - longest + 1))
-    short = [example for example in encoded if len(example.prompt_ids) < longest]
-    assert [fits(example, 512, config.cascade) for example in encoded] == [example in short for example in encoded]
-    with pytest.raises(ValueError, match=rf"prompt [0-9a-f]{{16}}: {longest} tokens and \d+ new .* 512; set skip_"):
-        next(log_cascade(config, refuse_to_run(cascade_pair), [short[:1], encoded], lambda prompts, tokens: None))
-    config = replace(config, skip_long=True, cascade=replace(config.cascade, rule="chow", alpha=1.0, gamma=8))
-    beyond = [example for example in encoded if example not in short]
-    logged = log(config, cascade_pair, [[*short[:2], *beyond], beyond], tmp_path / "rows")
-    assert list(logged) == [example.prompt_id for example in short[:2]]
-    assert pq.read_schema(tmp_path / "rows" / "1.parquet").names == [*SCHEMA.names, *CASCADE_COLUMNS.names]
+    with pytest.raises(ValueError, match=r"prompt [0-9a-f]{16}: 513 tokens with its answer, .* 512; set skip_long"):
+        prepare(config, refuse_to_run(cascade_pair))
+    job = prepare(replace(config, skip_long=True), refuse_to_run(cascade_pair))
+    short = [example.prompt_id for example in encoded if len(example.prompt_ids) < longest]
+    assert [example.prompt_id for piece in job.pieces for example in piece] == short
 
 
 def refuse_to_run(pair: Pair) -> Pair:
@@ -312,7 +309,6 @@ def test_seeds_differ_by_prompt_and_by_seed() -> None:
         ({"batch_size": True}, "batch_size: expected an integer >= 1, got True"),
         ({"seed": -1}, "seed: expected an integer >= 0, got -1"),
         ({"counterfactuals": -2, "scorer": "rouge_l"}, "counterfactuals: expected an integer >= 0, got -2"),
-        ({"counterfactuals": 2}, "scorer: expected a name beside counterfactuals"),
         ({"scorer": "rouge_l"}, "counterfactuals: expected at least 1 beside scorer 'rouge_l', got 0"),
         ({"rule": "optt"}, "no rule is called 'optt'.*did you mean 'opt'"),
         ({"rule": "opt"}, "rule 'opt': expected a value for alpha, got none"),
@@ -339,3 +335,15 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 def test_a_length_of_references_means_nothing_to_a_cascade(cascade_config: CollectConfig) -> None:
     with pytest.raises(ValueError, match=r"max_tokens: expected none with source 'cascade'.*cascade\.max_new_tokens"):
         replace(cascade_config, max_tokens=5)
+
+
+def test_answers_are_graded_by_the_scorer_of_the_task_unless_another_is_named(cascade_config: CollectConfig) -> None:
+    tried = replace(cascade_config.cascade, counterfactuals=2)
+    with pytest.raises(ValueError, match=r"cascade\.scorer: expected a name .* the prompts have no task; got none"):
+        replace(cascade_config, cascade=tried)
+    maths, code = (replace(cascade_config.prompts, task=task) for task in ("maths", "code"))
+    assert replace(cascade_config, cascade=tried, prompts=maths).scorer == "final_answer"
+    named = replace(tried, scorer="exact_match")
+    assert replace(cascade_config, cascade=named, prompts=maths).scorer == "exact_match"
+    with pytest.raises(ValueError, match=r"since task 'code' has no scorer"):
+        replace(cascade_config, cascade=tried, prompts=code)

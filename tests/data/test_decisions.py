@@ -107,6 +107,7 @@ def split(cascade_config: CollectConfig, cascade_pair: Pair) -> TraceSplit:
     return collect_split(cascade_config, cascade_pair)
 
 
+@dataclass(frozen=True)
 class Mixture:
     """Says what the target is, and nothing of its decisions."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from speccascade.data import merge as merger
 from speccascade.data import shards
@@ -97,6 +98,18 @@ def test_origins_say_which_shards_came_from_where(maths: Path, code: Path, tmp_p
         manifest.shards_of("math")
     own = Manifest.read(maths)
     assert own.shards_of("maths") == own.shards_of(own.digest) == own.shards
+
+
+def test_the_rows_of_one_origin_can_be_read_alone(maths: Path, code: Path, tmp_path: Path) -> None:
+    merge([maths, code], tmp_path / "both")
+    both = Traces.open(tmp_path / "both")
+    for folder, source in ((maths, "maths"), (code, "code")):
+        alone, part = Traces.open(folder).split("train"), both.split("train", origin=source)
+        assert set(part.prompt_ids) == set(alone.prompt_ids)
+        assert torch.equal(part.label, alone.label)
+    assert len(both.split("train")) == sum(len(both.split("train", origin=name)) for name in ("maths", "code"))
+    with pytest.raises(ValueError, match="did you mean 'maths'"):
+        both.split("train", origin="math")
 
 
 def test_a_merged_set_can_be_merged_again_and_keeps_its_origins(maths: Path, code: Path, tmp_path: Path) -> None:
