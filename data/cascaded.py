@@ -48,8 +48,9 @@ def log_cascade(
         advance: is told of prompts that have their answers, and of the tokens logged of them.
 
     Raises:
-        ValueError: before a model runs: the router belongs to another pair, the scorer is unknown, or an example lacks the reference that its answers are scored against; later:
-            logits are not finite (the model and the prompts are named), or a score lies outside [0, 1].
+        ValueError: before a model runs: the router belongs to another pair, the scorer is unknown, or an example lacks
+            the reference that its answers are scored against; later: logits are not finite (the model and the prompts
+            are named), or a score lies outside [0, 1].
     """
     settings = config.cascade
     recorder = RoundRecorder(config.top_k)
