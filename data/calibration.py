@@ -21,11 +21,14 @@ BINS = 15
 def calibration_sums(confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
     """Add up positions, confidences and outcomes ``[N]`` in each bin: ``[3, B]`` float64; sums of pieces may be added.
 
+    They are formed and kept on the CPU, since not every device has float64.
+
     A confidence at an inner edge belongs to the bin above it, and 1 (or what rounding lifts above it) to the last.
     """
-    index = (confidence.double() * bins).long().clamp(0, bins - 1)
-    rows = torch.stack([torch.ones_like(confidence, dtype=torch.float64), confidence.double(), correct.double()])
-    return torch.zeros(3, bins, dtype=torch.float64, device=confidence.device).index_add_(1, index, rows)
+    confidence, correct = confidence.cpu().double(), correct.cpu().double()
+    index = (confidence * bins).long().clamp(0, bins - 1)
+    rows = torch.stack([torch.ones_like(confidence), confidence, correct])
+    return torch.zeros(3, bins, dtype=torch.float64).index_add_(1, index, rows)
 
 
 def error_of_sums(sums: Tensor) -> Tensor:

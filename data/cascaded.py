@@ -13,8 +13,10 @@ Knows nothing of files. Shapes: ``B`` row of the batch, ``T`` position in a bloc
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,10 +26,12 @@ import torch
 from ..cascade.blocks import TargetRule
 from ..cascade.engine import Round, SpeculativeCascade
 from ..router import rules
+from .answers import generate_answers
 from .config import CascadeConfig, CollectConfig
-from .counterfactual import Run, Trials, generate_answers, outcome_columns
+from .counterfactual import Run, Trials, outcome_columns
 from .encoding import EncodedExample, end_token_ids
 from .pairs import Pair, PairIdentity
+from .parallel import map_in_order
 from .scoring import ScoredRows, tabulate_block
 from .shards import topk_columns
 
@@ -52,24 +56,25 @@ def log_cascade(
             the reference that its answers are scored against; later: logits are not finite (the model and the prompts
             are named), or a score lies outside [0, 1].
     """
-    settings = config.cascade
-    recorder = RoundRecorder(config.top_k)
-    rule = build_rule(settings, pair.identity)
-    cascade = SpeculativeCascade(
-        pair.drafter, pair.verifier, rule, settings.gamma, vocab_size=pair.vocab_size, observer=recorder
-    )
     ends = end_token_ids(pair.tokenizer, config.prompts, pair.verifier)
-    trials = Trials.prepare(config, pair, ends, pieces) if settings.counterfactuals else None
-    for piece in pieces:
-        logged: dict[int, _Logged] = {}
-        for batch in _make_batches(piece, settings.batch_size):
-            examples = [piece[index] for index in batch]
-            answers = _answer(cascade, examples, config, ends)
-            parts = recorder.collect(len(batch))
-            for index, example, answer, part in zip(batch, examples, answers, parts, strict=True):
-                logged[index] = _Logged(example, answer, part)
-            advance(len(batch), sum(len(part.rows) for part in parts))
-        yield _columns([logged[index] for index in range(len(piece))], trials, config.temperature == 0)
+    trials = Trials.prepare(config, pair, ends, pieces) if config.cascade.counterfactuals else None
+    build_rule(config.cascade, pair.identity)  # what is wrong with it is known before a model runs
+    own = threading.local()  # a router's buffers serve one thread
+
+    def run(batch: Sequence[EncodedExample]) -> list[_Logged]:
+        if not hasattr(own, "rule"):
+            own.rule = build_rule(config.cascade, pair.identity)
+        return _run_batch(config, pair, batch, own.rule, ends, trials)
+
+    batches = [_make_batches(piece, config.cascade.batch_size) for piece in pieces]
+    work = ([piece[index] for index in batch] for piece, many in zip(pieces, batches, strict=True) for batch in many)
+    with closing(map_in_order(run, work, pair)) as results:
+        for piece, many in zip(pieces, batches, strict=True):
+            logged: dict[int, _Logged] = {}
+            for batch, ran in zip(many, results, strict=False):
+                logged.update(zip(batch, ran, strict=True))
+                advance(len(batch), sum(len(one.examined.rows) for one in ran))
+            yield _columns([logged[index] for index in range(len(piece))], with_outcomes=trials is not None)
 
 
 def build_rule(config: CascadeConfig, identity: PairIdentity) -> TargetRule:
@@ -150,15 +155,38 @@ class Examined:
 
 @dataclass(frozen=True)
 class _Logged:
-    """One prompt's run: the answer's tokens, and what was examined on the way."""
+    """One prompt's run: what was examined on the way, and how its disagreements turned out ``[N, 2]``."""
 
     example: EncodedExample
-    answer: list[int]
     examined: Examined
+    outcomes: np.ndarray[Any, Any] | None = None
 
-    def as_run(self, greedy: bool) -> Run:
-        facts, label = self.examined.facts, self.examined.rows.label
-        return Run(self.example, self.answer, facts["position"], facts["draft_choice"], label, greedy)
+
+def _run_batch(
+    config: CollectConfig,
+    pair: Pair,
+    examples: Sequence[EncodedExample],
+    rule: TargetRule,
+    ends: Sequence[int],
+    trials: Trials | None,
+) -> list[_Logged]:
+    """Run a batch of prompts to their ends, and try what is to be tried of them."""
+    recorder = RoundRecorder(config.top_k)
+    cascade = SpeculativeCascade(
+        pair.drafter, pair.verifier, rule, config.cascade.gamma, vocab_size=pair.vocab_size, observer=recorder
+    )
+    answers = _answer(cascade, examples, config, ends)
+    parts = recorder.collect(len(examples))
+    logged = [_Logged(*both) for both in zip(examples, parts, strict=True)]
+    if trials is None:
+        return logged
+    greedy = config.temperature == 0
+    runs = [
+        Run(one.example, answer, facts["position"], facts["draft_choice"], one.examined.rows.label, greedy)
+        for one, answer in zip(logged, answers, strict=True)
+        for facts in [one.examined.facts]
+    ]
+    return [replace(one, outcomes=tried) for one, tried in zip(logged, trials.run(runs), strict=True)]
 
 
 def _make_batches(piece: Sequence[EncodedExample], batch_size: int) -> list[list[int]]:
@@ -185,7 +213,7 @@ def seed_of(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {prompt_id}".encode()).digest()[:8], "big")
 
 
-def _columns(logged: Sequence[_Logged], trials: Trials | None, greedy: bool) -> dict[str, Any]:
+def _columns(logged: Sequence[_Logged], with_outcomes: bool) -> dict[str, Any]:
     """All columns of one shard, prompts in the order given."""
     whole = Examined.join([one.examined for one in logged])
     rows, facts = whole.rows, whole.facts
@@ -202,10 +230,9 @@ def _columns(logged: Sequence[_Logged], trials: Trials | None, greedy: bool) -> 
         **rows.floats,
         **topk_columns(rows.topk_ids, rows.topk_q, rows.topk_p, rows.topk_kept),
     }
-    if trials is None:
-        return columns
-    outcomes = trials.run([one.as_run(greedy) for one in logged])
-    return columns | outcome_columns(np.concatenate(outcomes))
+    if with_outcomes:
+        columns |= outcome_columns(np.concatenate([one.outcomes for one in logged if one.outcomes is not None]))
+    return columns
 
 
 def _repeat(values: Iterable[str], counts: Sequence[int]) -> list[str]:

@@ -107,11 +107,11 @@ def _write_shards(config: CollectConfig, crew: Crew, worker: Worker) -> None:
     mine = [shard for shard in range(len(sizes)) if worker.owns(shard)]
     finished = [shard for shard in mine if _is_finished(out, shard, crew.plan)]
     left = sorted({*mine} - {*finished})
-    if left and worker.is_first:
-        told = f"Collecting {crew.plan.examples:,} prompts in {len(sizes):,} shards ({len(left):,} to do) into {out}"
-        confirm(
-            crew.estimate(left), told, out, config.ray.workers if config.executor == "ray" else 1, config.allow_large
-        )
+    if worker.is_first:
+        missing = [shard for shard in range(len(sizes)) if not (out / shard_name(shard)).is_file()]
+        told = f"Collecting {crew.plan.examples:,} prompts in {len(sizes):,} shards ({len(missing):,} to do) into {out}"
+        processes = config.ray.workers if config.executor == "ray" else worker.count
+        confirm(crew.estimate(missing), told, out, processes, config.allow_large)
     title = "Collecting" if worker.count == 1 else f"Collecting, process {worker.rank + 1} of {worker.count}"
     unit = "prompts" if config.source == "cascade" else "tokens"
     with Progress(title, sum(sizes[shard] for shard in mine), unit, silent=not worker.is_first) as progress:
@@ -134,7 +134,7 @@ def _is_finished(out: Path, shard: int, plan: TracePlan) -> bool:
 
 def _write_manifest(out: Path, plan: TracePlan) -> Manifest | None:
     """Vouch for the finished shards, if all are there; the manifest appears last and whole."""
-    paths = [out / shard_name(index) for index in range(-(-plan.examples // plan.shard_prompts))]
+    paths = [out / shard_name(index) for index in range(plan.shard_count)]
     if not all(path.is_file() for path in paths):
         return None
     for index, path in enumerate(paths):

@@ -107,10 +107,11 @@ class RayConfig:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"ray.workers: expected at least 1, got {self.workers}")
-        if self.cpus <= 0 or (self.gpus is not None and self.gpus < 0):
-            raise ValueError(f"ray.cpus, ray.gpus: expected shares above 0, got {self.cpus}, {self.gpus}")
+        check_count("ray.workers", self.workers)
+        if self.cpus <= 0:
+            raise ValueError(f"ray.cpus: expected a number above 0, got {self.cpus}")
+        if self.gpus is not None and self.gpus < 0:
+            raise ValueError(f"ray.gpus: expected a number >= 0, got {self.gpus}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class CollectConfig:
         hidden: also log both models' last hidden states as float16: thousands of bytes a position.
         max_tokens: score at most so many tokens of each reference.
         skip_long: leave out prompts that do not fit into the models' context, instead of refusing them.
-        batch_tokens: tokens a batch, padding included; bounds the memory.
+        batch_tokens: teacher-forced, tokens a batch, padding included; bounds the memory.
         shard_prompts: prompts a shard: what a killed run may lose.
         executor: 'local' (this process, or every process of torchrun and accelerate launch) or 'ray' (many hosts).
         ray: what the actors are given; read with executor 'ray' only.
@@ -155,10 +156,11 @@ class CollectConfig:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "batch_tokens", "shard_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1, or none for all, got {self.max_tokens}")
+            check_count(name, getattr(self, name))
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens)
+        if not self.splits or len(set(self.splits)) < len(self.splits):
+            raise ValueError(f"splits: expected different names, at least one, got {list(self.splits)}")
         for split in self.splits:
             if split not in self.prompts.splits:
                 raise ValueError(unknown_name("splits", split, self.prompts.splits))
@@ -174,6 +176,11 @@ class CollectConfig:
             )
         if self.source == "cascade" and self.hidden:
             raise ValueError("hidden: expected false with source 'cascade', which logs no hidden states, got true")
+        if self.source == "cascade" and self.batch_tokens != type(self).batch_tokens:
+            raise ValueError(
+                "batch_tokens: expected none with source 'cascade', whose batches are of cascade.batch_size prompts, "
+                f"got {self.batch_tokens}"
+            )
         if self.source == "cascade" and self.max_tokens is not None:
             raise ValueError(
                 "max_tokens: expected none with source 'cascade', which scores no reference; "

@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from ..cascade.generation import GenerationLoop
 from ..cascade.single import SingleModel
+from .answers import generate_answers
 from .config import CascadeConfig, CollectConfig
 from .encoding import EncodedExample
 from .pairs import Pair
 from .scorers import Scorer, find_scorer
 
-__all__ = ["Run", "Trials", "choose_disagreements", "generate_answers", "outcome_columns"]
+__all__ = ["Run", "Trials", "choose_disagreements", "outcome_columns"]
 
 
 @dataclass(frozen=True)
@@ -203,28 +202,3 @@ def outcome_columns(outcomes: np.ndarray[Any, Any]) -> dict[str, pa.Array]:
         "outcome_p": pa.array(outcomes[:, 1], pa.float32(), mask=untried),
         "answer_changed": pa.array(outcomes[:, 0] != outcomes[:, 1], pa.bool_(), mask=untried),
     }
-
-
-def generate_answers(
-    engine: GenerationLoop,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    ends: Sequence[int],
-    temperature: float = 0.0,
-    seeds: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Let an engine go on after each prompt; return the tokens that it wrote, without padding."""
-    longest = max(map(len, prompts))
-    input_ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = engine.generate(
-        input_ids,
-        mask,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        eos_token_id=list(ends),
-        seed=0 if seeds is None else list(seeds),
-    )
-    written: list[list[int]] = out.sequences[:, longest:].tolist()
-    counts = [part.new_tokens for part in out.stats.per_sequence]
-    return [tokens[:count] for tokens, count in zip(written, counts, strict=True)]

@@ -49,18 +49,6 @@ class EncodedExample:
         """Number of tokens that a model reads: the last token of the reference is only predicted."""
         return len(self.prompt_ids) + len(self.reference_ids) - 1
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, EncodedExample):
-            return NotImplemented
-        return (
-            (self.prompt_id, self.split, self.example) == (other.prompt_id, other.split, other.example)
-            and np.array_equal(self.prompt_ids, other.prompt_ids)
-            and np.array_equal(self.reference_ids, other.reference_ids)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.prompt_id, self.split))
-
 
 def encode_prompt(prompt: str, tokenizer: Any, config: PromptConfig, shots: Sequence[Example] = ()) -> list[int]:
     """Token ids of a prompt, ready to be continued, with the config's system text and solved examples before it.
@@ -100,7 +88,7 @@ def encode_examples(
         for example, (prompt, reference) in zip(batch, _encode(batch, tokenizer, config), strict=True):
             split = split_of(example.prompt_id, config.splits)
             kept = example if keep_examples else None
-            yield EncodedExample(example.prompt_id, split, _as_ids(prompt), _as_ids(reference), kept)
+            yield EncodedExample(example.prompt_id, split, prompt, reference, kept)
 
 
 def end_token_id(tokenizer: Any, config: PromptConfig) -> int:
@@ -120,10 +108,6 @@ def end_token_ids(tokenizer: Any, config: PromptConfig, model: Any) -> list[int]
     stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     many = stated if isinstance(stated, (list, tuple)) else [stated]
     return sorted({end_token_id(tokenizer, config), *(int(token) for token in many if token is not None)})
-
-
-def _as_ids(ids: Sequence[int]) -> Ids:
-    return np.array(ids, dtype=np.int32)
 
 
 def _encode(examples: Sequence[Example], tokenizer: Any, config: PromptConfig) -> Iterator[tuple[list[int], list[int]]]:

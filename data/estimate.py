@@ -49,7 +49,7 @@ def confirm(guess: Estimate | None, told: str, out: Path, processes: int, allow_
     if guess.size > SURPRISING_BYTES or guess.size > free:
         room = f"about {describe_bytes(guess.size)} with {describe_bytes(free)} free"
         if not (allow_large or _agrees(f"These traces take {room}. Go on? [y/N] ")):
-            raise ValueError(f"allow_large: expected it for traces that take {room}, got none; nothing was collected")
+            raise ValueError(f"allow_large: expected it for traces that take {room}, got none")
 
 
 def _agrees(question: str) -> bool:

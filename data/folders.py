@@ -5,21 +5,23 @@ Knows nothing of what the pieces are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-__all__ = ["folder_lock", "sole_writer", "write_text"]
+__all__ = ["folder_lock", "sole_writer", "whole_file", "write_text"]
 
 
 @contextmanager
 def sole_writer(out: Path, rank: int = 0, count: int = 1) -> Iterator[None]:
     """Be the only run that writes to a folder, as process `rank` of `count` that share the work.
 
-    Each process holds a lock of its own, which the system lets go of when it dies, however it dies. A second run is
-    refused whatever its number of processes: both have a first one.
+    Each process holds a lock of its own, which the system lets go of when it dies, however it dies. While the first
+    process of a run is at work a second run is refused, whatever its number of processes: both have a first one.
 
     Raises:
         OSError: another run is writing to the folder, or it cannot be written to.
@@ -33,7 +35,8 @@ def sole_writer(out: Path, rank: int = 0, count: int = 1) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"out: cannot write to {out}: {error.strerror or error}") from error
     try:
-        _refuse_orphans(out, count)
+        with folder_lock(out):
+            _refuse_orphans(out, count)
         yield
     finally:
         lock.release()
@@ -64,6 +67,19 @@ def folder_lock(out: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; one process at a time."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file under a temporary name, and rename it once it is on the disk; what fails leaves nothing behind."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

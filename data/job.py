@@ -69,7 +69,7 @@ class Job:
             return None
         probe = left[:: len(left) // PROBED_PROMPTS][:PROBED_PROMPTS]
         # A batch for each prompt, so that every core has its own.
-        config = replace(self.config, batch_tokens=max(len(example) for example in probe))
+        config = replace(self.config, batch_tokens=1) if self.config.source != "cascade" else self.config
         started = time.perf_counter()
         (columns,) = LOGGERS[config.source](config, self.pair, [probe], lambda steps, tokens: None)
         seconds, size = time.perf_counter() - started, measure_shard(columns)
@@ -137,7 +137,7 @@ def _check_ids(example: EncodedExample, vocab_size: int) -> None:
 
 
 def _context(model: Any) -> int:
-    return int(getattr(model.config, "max_position_embeddings", None) or 1 << 60)
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 60)
 
 
 LOGGERS = {"teacher_forced": log_teacher_forced, "cascade": log_cascade}

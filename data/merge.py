@@ -39,6 +39,7 @@ ALIKE = (
     "top_k",
     "source",
     "hidden",
+    "max_tokens",
     "cascade",
     "splits",
 )
@@ -65,8 +66,9 @@ class _Piece:
 def merge(folders: Sequence[str | Path], out: str | Path) -> Manifest:
     """Write one trace set that holds the prompts of all given ones; finished shards of an earlier try are kept.
 
-    A prompt (its id without '-N') with the labels and positions of an earlier one is left out; a known id with another
-    reference goes under the next free '-N', which stays in the split of the prompt.
+    A prompt (its id without '-N') with the labels and positions of an earlier one is left out, even if its instruction
+    was worded differently; a known id with another reference goes under the next free '-N', which stays in the split of
+    the prompt.
 
     Args:
         folders: finished trace folders of one pair, logged under the same settings; their prompts may differ.
@@ -185,14 +187,13 @@ def _merge_plans(manifests: Sequence[Manifest], pieces: Sequence[_Piece]) -> Tra
     plans = [manifest.plan for manifest in manifests]
     digests = [manifest.digest for manifest in manifests]
     sources = ", ".join(dict.fromkeys(part.source for manifest in manifests for part in manifest.parts))
-    tokens = {plan.max_tokens for plan in plans}
     return replace(
         plans[0],
         code_version=__version__,
         device=", ".join(dict.fromkeys(plan.device for plan in plans)),
         collected=[name for name in plans[0].splits if any(name in plan.collected for plan in plans)],
-        prompts={"source": f"merged: {sources}", "merged": digests, "shards": len(pieces)},
-        max_tokens=tokens.pop() if len(tokens) == 1 else None,
+        prompts={"source": f"merged: {sources}", "merged": digests},
+        shards=len(pieces),
         batch_tokens=max(plan.batch_tokens for plan in plans),
         shard_prompts=max(plan.shard_prompts for plan in plans),
         examples=sum(len(piece.names) for piece in pieces),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..router.bundle import bundle_digest
 from .config import CollectConfig
-from .encoding import EncodedExample
+from .encoding import EncodedExample, end_token_ids
 from .folders import folder_lock, write_text
 from .pairs import Pair
 from .shards import SCHEMA_VERSION
@@ -33,12 +34,12 @@ def make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExamp
         source=config.source,
         **asdict(pair.identity),
         vocab_size=pair.vocab_size,
-        dtype=str(pair.verifier.dtype).removeprefix("torch."),
-        device=pair.verifier.device.type,
+        dtype=_of_both(pair, lambda model: str(model.dtype).removeprefix("torch.")),
+        device=_of_both(pair, lambda model: str(model.device.type)),
         temperature=config.temperature,
         top_k=config.top_k,
         hidden=config.hidden,
-        cascade=asdict(config.cascade) if config.source == "cascade" else None,
+        cascade=_describe_cascade(config, pair) if config.source == "cascade" else None,
         splits=dict(config.prompts.splits),
         collected=list(config.splits),
         prompts=prompts,
@@ -53,13 +54,16 @@ def make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExamp
 def adopt_plan(out: Path, plan: TracePlan) -> None:
     """Begin the folder with this plan, or make sure that it was begun with the same one.
 
+    A plan under which nothing has been written yet is replaced: a setting that turned out wrong costs no folder.
+
     Raises:
         ValueError: it was begun with another; the first differing key and both values are named.
     """
     with folder_lock(out):
         earlier = read_plan(out)
-        if earlier is None:
-            _refuse_foreign(out)
+        if earlier is None or not any(out.glob("*.parquet")):
+            if earlier is None:
+                _refuse_foreign(out)
             write_text(out / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
             return
     old, new = flatten(asdict(earlier)), flatten(asdict(plan))
@@ -73,6 +77,19 @@ def adopt_plan(out: Path, plan: TracePlan) -> None:
         raise ValueError(
             f"out: {out} was begun with its splits in another order; use the same settings or another folder"
         )
+
+
+def _of_both(pair: Pair, read: Callable[[Any], str]) -> str:
+    """What holds for both models; for each, drafter first, where they differ."""
+    return ", ".join(dict.fromkeys(read(model) for model in (pair.drafter, pair.verifier)))
+
+
+def _describe_cascade(config: CollectConfig, pair: Pair) -> dict[str, Any]:
+    """The settings of the runs, with the content of a router and the tokens that end an answer."""
+    settings = asdict(config.cascade) | {"scorer": config.scorer if config.cascade.counterfactuals else None}
+    if config.cascade.router is not None:
+        settings["router_digest"] = bundle_digest(config.cascade.router)
+    return settings | {"end_token_ids": end_token_ids(pair.tokenizer, config.prompts, pair.verifier)}
 
 
 def _refuse_foreign(out: Path) -> None:

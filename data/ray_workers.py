@@ -1,19 +1,20 @@
-"""Collect on many hosts by Ray Data: each actor holds the pair and writes whole shards to a file system that all share.
+"""Collect on many hosts by Ray Data: each actor holds the pair and writes whole shards to a common file system.
 
-The shards and the manifest are those of a run in one process. Ray is an optional dependency.
+The shards and the manifest are those of a run in one process. Every host must see the driver's working folder under the
+same path. Ray is an optional dependency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from .config import CollectConfig
 from .estimate import Estimate
-from .job import Advance, prepare
+from .job import Advance, Job, prepare
 from .traces import TracePlan
 
 __all__ = ["RayCrew"]
@@ -32,19 +33,15 @@ class RayCrew:
 
     def __init__(self, config: CollectConfig) -> None:
         try:
-            ray: Any = import_module("ray")
+            self._ray: Any = import_module("ray")
             self._data: Any = import_module("ray.data")
         except ImportError as error:
             raise ImportError("executor ray needs Ray; run: pip install 'speccascade[ray]'") from error
-        # An actor's working folder is its own: paths are made absolute where they are known.
-        self._config = replace(config, out=str(Path(config.out).resolve()))
-        self._ray = ray
-        ray.init(address=config.ray.address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
-        gpus = config.ray.gpus
-        self._share = {
-            "num_cpus": config.ray.cpus,
-            "num_gpus": float("GPU" in ray.cluster_resources()) if gpus is None else gpus,
-        }
+        self._config, self._folder = config, os.getcwd()
+        if not self._ray.is_initialized():
+            self._ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR")
+        gpus = float("GPU" in self._ray.cluster_resources()) if config.ray.gpus is None else config.ray.gpus
+        self._share = {"num_cpus": config.ray.cpus, "num_gpus": gpus}
         outline: tuple[TracePlan, list[int]] = self._on_a_worker(_outline)
         self.plan, self.sizes = outline
 
@@ -55,32 +52,46 @@ class RayCrew:
 
     def write(self, shards: Sequence[int], advance: Advance) -> None:
         """Deal the shards out to the actors as they become free."""
-        data = self._data
-        data.DataContext.get_current().enable_progress_bars = False
-        items = data.from_items([{"shard": shard} for shard in shards], override_num_blocks=max(len(shards), 1))
+        if not shards:
+            return
+        self._data.DataContext.get_current().enable_progress_bars = False
+        items = self._data.from_items([{"shard": shard} for shard in shards], override_num_blocks=len(shards))
         written = items.map_batches(
             ShardWriter,
-            fn_constructor_args=(self._config, self.plan.digest),
+            fn_constructor_args=(self._config, self._folder, self.plan.digest),
             batch_size=1,
-            compute=data.ActorPoolStrategy(size=min(self._config.ray.workers, max(len(shards), 1))),
+            compute=self._data.ActorPoolStrategy(size=min(self._config.ray.workers, len(shards))),
             **self._share,
         )
-        for row in written.iter_rows():
-            advance(int(row["steps"]), int(row["tokens"]))
+        with _own_errors():
+            for row in written.iter_rows():
+                advance(int(row["steps"]), int(row["tokens"]))
 
     def _on_a_worker(self, function: Any, *arguments: Any) -> Any:
         remote = self._ray.remote(**self._share, max_retries=0)(function)
-        try:
-            return self._ray.get(remote.remote(self._config, *arguments))
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+        with _own_errors():
+            return self._ray.get(remote.remote(self._config, self._folder, *arguments))
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Let an error that a worker names come out as it is, without the layers that Ray wraps around it."""
+    try:
+        yield
+    except Exception as error:
+        inner: BaseException | None = error
+        while inner is not None:
+            inner = getattr(inner, "cause", None) or inner.__cause__
+            if isinstance(inner, (ValueError, FileNotFoundError)):
+                raise inner from None
+        raise
 
 
 class ShardWriter:
     """An actor: loads the pair once, then writes the shards that it is given."""
 
-    def __init__(self, config: CollectConfig, plan_digest: str) -> None:
-        self._job = prepare(config)
+    def __init__(self, config: CollectConfig, folder: str, plan_digest: str) -> None:
+        self._job = _prepare(config, folder)
         if self._job.plan.digest != plan_digest:
             raise ValueError("executor ray: this host sees other prompts, models or devices than the first one did")
 
@@ -99,10 +110,16 @@ class ShardWriter:
         return {"steps": [steps for steps, _ in done], "tokens": [tokens for _, tokens in done]}
 
 
-def _outline(config: CollectConfig) -> tuple[TracePlan, list[int]]:
-    job = prepare(config)
+def _prepare(config: CollectConfig, folder: str) -> Job:
+    """Prepare the job where the driver's relative paths mean what they mean to it."""
+    os.chdir(folder)
+    return prepare(config)
+
+
+def _outline(config: CollectConfig, folder: str) -> tuple[TracePlan, list[int]]:
+    job = _prepare(config, folder)
     return job.plan, job.sizes
 
 
-def _estimate(config: CollectConfig, shards: list[int]) -> Estimate | None:
-    return prepare(config).estimate(shards)
+def _estimate(config: CollectConfig, folder: str, shards: list[int]) -> Estimate | None:
+    return _prepare(config, folder).estimate(shards)

@@ -12,10 +12,8 @@ Knows nothing of files. Shapes: ``B`` sequence, ``L`` token, ``N`` scored positi
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +27,7 @@ from ..cascade.extremes import find_largest
 from ..cascade.forms import Certain, Distribution, FromLogits, Whole
 from .encoding import EncodedExample
 from .pairs import Pair
+from .parallel import map_in_order
 
 __all__ = [
     "ScoredRows",
@@ -43,9 +42,6 @@ __all__ = [
 
 _CHUNK_ELEMENTS = 3_000_000
 """Probabilities held at once in each tensor: about 12 MB, since larger chunks run at the speed of memory."""
-
-_MOST_WORKERS = 16
-"""Each worker holds the logits of one batch, so that memory, not cores, sets a limit."""
 
 
 @dataclass(frozen=True)
@@ -213,27 +209,13 @@ def score_in_order(
     top_k: int,
     hidden: bool = False,
 ) -> Generator[list[ScoredRows], None, None]:
-    """Score batches and yield their records in the order given.
+    """Score batches and yield their records in the order given."""
 
-    On a CPU each core works on a batch of its own with one thread: nothing waits for the slowest core at every layer,
-    which matters most where other programs share the machine, and no number depends on how many cores there are.
-    """
-    cores = torch.get_num_threads()
-    on_cpu = pair.verifier.device.type == pair.drafter.device.type == "cpu"
-    workers, threads_each = (min(cores, _MOST_WORKERS), 1) if on_cpu else (1, cores)
-    pending: deque[Future[list[ScoredRows]]] = deque()
-    with selecting_heads(pair.drafter, pair.verifier):
-        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads_each,))
-        try:
-            for batch in batches:
-                pending.append(pool.submit(score_batch, pair, batch, sampling, top_k, hidden))
-                if len(pending) > workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(cores)
+    def score(batch: Sequence[EncodedExample]) -> list[ScoredRows]:
+        return score_batch(pair, batch, sampling, top_k, hidden)
+
+    with selecting_heads(pair.drafter, pair.verifier), closing(map_in_order(score, batches, pair)) as results:
+        yield from results
 
 
 def score_positions(
@@ -306,10 +288,12 @@ def tabulate_block(
 
 
 def _at_tokens(block: VerifyBlock) -> dict[str, Tensor]:
-    sides = {"q": block.draft, "p": block.verifier}, {"q": block.draft_raw, "p": block.verifier_raw}
-    processed, raw = ({name: side.at(block.tokens) for name, side in pair.items()} for pair in sides)
-    named = {f"{name}_token": values for name, values in processed.items()}
-    return named | {f"{name}_token_raw": values for name, values in raw.items()}
+    return {
+        "q_token": block.draft.at(block.tokens),
+        "p_token": block.verifier.at(block.tokens),
+        "q_token_raw": block.draft_raw.at(block.tokens),
+        "p_token_raw": block.verifier_raw.at(block.tokens),
+    }
 
 
 _Take = Callable[[Tensor], Tensor]

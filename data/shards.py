@@ -9,7 +9,6 @@ Shapes: ``N`` row, ``K`` slot of the top-k union.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..cascade.statistics import STAT_FIELDS
+from .folders import whole_file
 
 __all__ = [
     "CASCADE_COLUMNS",
@@ -125,15 +125,8 @@ def write_shard(path: Path, columns: Mapping[str, Any], index: int, plan_digest:
     """
     metadata = {_PLAN_KEY: plan_digest.encode(), _INDEX_KEY: str(index).encode()}
     table = _build_table(columns).replace_schema_metadata(metadata)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            _write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        _write_table(table, file)
 
 
 def measure_shard(columns: Mapping[str, Any]) -> int:
@@ -176,6 +169,8 @@ def check_shard(path: Path, index: int, plan_digest: str) -> None:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             metadata = file.schema_arrow.metadata or {}
             file.read()
+    except PermissionError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror}") from error
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is damaged ({reason}); remove it, and it will be collected again") from error

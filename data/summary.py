@@ -276,7 +276,7 @@ def summarise(folder: str | Path) -> TraceSummary:
             readable.append(path)
         except ValueError as error:
             unreadable.append(str(error))
-    planned = int(plan.prompts.get("shards") or -(-plan.examples // plan.shard_prompts))
+    planned = plan.shard_count
     return _summarise_paths(folder, plan, readable, False, planned, tuple(unreadable))
 
 

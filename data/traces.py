@@ -64,6 +64,12 @@ class TracePlan:
     examples_digest: str
     hidden: bool = False
     cascade: dict[str, Any] | None = None
+    shards: int | None = None
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards the plan comes to; a merged set states it, since its shards are those of others."""
+        return self.shards or -(-self.examples // self.shard_prompts)
 
     @property
     def digest(self) -> str:
@@ -182,7 +188,7 @@ class TraceSplit:
     Args:
         prompt_ids: one id a prompt.
         prompt_index: ``[N]`` long, index into `prompt_ids`: the unit of every bootstrap and split.
-        label: ``[N]`` long, the true next token.
+        label: ``[N]`` long, the true next token; in speculative runs the verifier's choice.
         token: ``[N]`` long, what the drafter proposes (teacher-forced: argmax of q°).
         stats: every `Stats` field, ``[N]`` float32.
         q_label: q(label) ``[N]``, processed as sampled from.
@@ -301,6 +307,8 @@ class Traces:
             raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
         shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
         files = [self.folder / shard.file for shard in shards]
+        if not files:
+            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
         held = set(pq.read_schema(files[0]).names)
         optional = [column for column in (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names) if column in held]
         table = read_rows(files, split=name, columns=[*SCHEMA.names, *optional])  # hidden states stay where they are
@@ -326,7 +334,7 @@ class Traces:
         )
 
 
-def record_shards(plan: TracePlan, paths: Sequence[Path], origins: tuple[Origin, ...] = ()) -> Manifest:
+def record_shards(plan: TracePlan, paths: Sequence[Path]) -> Manifest:
     """Count and digest finished shards, in order, for the manifest that vouches for them."""
     shards, rows_of, prompts_of = [], dict.fromkeys(plan.collected, 0), dict.fromkeys(plan.collected, 0)
     for path in paths:
@@ -337,7 +345,7 @@ def record_shards(plan: TracePlan, paths: Sequence[Path], origins: tuple[Origin,
         for split in plan.collected:
             rows_of[split] += int((splits == split).sum())
             prompts_of[split] += len(set(ids[splits == split]))
-    return Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of, origins)
+    return Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of)
 
 
 def plan_from(record: Mapping[str, Any]) -> TracePlan:

@@ -1,4 +1,4 @@
-"""Which of the processes that share a run this one is: torchrun, accelerate launch and Ray tell by the environment.
+"""Which of the processes that share a run this one is: torchrun and accelerate launch tell by the environment.
 
 Work is dealt out by shard, and a shard's bytes follow from the plan alone, so that any number of processes, on one host
 or on many over one file system, ends with the same files. No process ever waits for another.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from .provenance import describe_run
 from .replay import Replay
 from .tables import write_json, write_table
 
-__all__ = ["check_router", "measure_calibration", "open_replays", "open_routers", "router_digest", "run_offline"]
+__all__ = ["check_router", "measure_calibration", "open_replays", "open_routers", "run_offline"]
 
 
 def run_offline(config: EvaluateConfig) -> Path:
@@ -98,11 +97,6 @@ def open_routers(directories: Sequence[str]) -> dict[str, Method]:
         f"router-{name}": router_method(directory, f"router-{name}", f"Router {name}")
         for name, directory in zip(names, directories, strict=True)
     }
-
-
-def router_digest(directory: str) -> str:
-    """Tell two bundles apart: the first digits of the digest of their configs, which hold those of all files."""
-    return hashlib.sha256((Path(directory) / "router_config.json").read_bytes()).hexdigest()[:8]
 
 
 def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[str, Any], pd.DataFrame]:

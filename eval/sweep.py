@@ -28,9 +28,10 @@ from ..data.progress import Progress, announce
 from ..data.prompts import Example, load_examples
 from ..data.scorers import find_scorer
 from ..data.traces import Manifest, Traces
+from ..router.bundle import bundle_digest
 from .config import EvaluateConfig
 from .journal import Journal
-from .offline import check_router, open_replays, open_routers, router_digest, run_offline
+from .offline import check_router, open_replays, open_routers, run_offline
 from .plan import Setting, check_sampling, plan_settings, replay_settings, samples_as_traced
 from .provenance import describe_run
 from .replay import Replay
@@ -88,7 +89,7 @@ def _run_and_write(config: EvaluateConfig, out: Path) -> None:
     routers = open_routers(config.router)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
     replays, recorded = _open_traces(config)
-    digests = {name: router_digest(directory) for name, directory in zip(routers, config.router, strict=True)}
+    digests = {name: bundle_digest(directory)[:8] for name, directory in zip(routers, config.router, strict=True)}
     greedy = sampling.is_greedy
     settings = plan_settings(
         config.methods, routers, config.alphas, config.budgets, replays.get(config.choose_on), greedy, digests

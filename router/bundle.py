@@ -25,7 +25,7 @@ from .features import FEATURE_SETS, schema_digest
 from .heads import LOSSES, RouterHead, make_head
 from .runtime import BACKENDS, HeadRuntime, OnnxHead, TorchHead
 
-__all__ = ["Bundle", "find_bundle", "load_bundle", "save_bundle", "write_bundle"]
+__all__ = ["Bundle", "bundle_digest", "find_bundle", "load_bundle", "save_bundle", "write_bundle"]
 
 ONNX_FILE, WEIGHTS_FILE, CONFIG_FILE, CARD_FILE = "router.onnx", "head.safetensors", "router_config.json", "README.md"
 
@@ -142,6 +142,15 @@ def load_bundle(directory: str | os.PathLike[str]) -> Bundle:
         raise ValueError(f"losses: expected {LOSSES}, got {config.losses}")
     config.check_features()
     return Bundle(config, files)
+
+
+def bundle_digest(name: str | os.PathLike[str]) -> str:
+    """SHA-256 of a bundle's config, which holds the digests of all its files: tells two bundles of one name apart.
+
+    Raises:
+        FileNotFoundError: no such bundle.
+    """
+    return hashlib.sha256((find_bundle(name) / CONFIG_FILE).read_bytes()).hexdigest()
 
 
 def find_bundle(name: str | os.PathLike[str], revision: str | None = None) -> Path:

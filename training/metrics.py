@@ -81,11 +81,11 @@ class CalibrationError(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("sums", default=torch.zeros(3, BINS, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("sums", default=torch.zeros(3, BINS), dist_reduce_fx="sum")
 
     def update(self, confidence: Float[Tensor, "N"], correct: Float[Tensor, "N"]) -> None:
         """Add positions."""
-        self.sums = self.sums + calibration_sums(confidence.detach(), correct)
+        self.sums = self.sums + calibration_sums(confidence.detach(), correct).to(self.sums)
 
     def compute(self) -> Tensor:
         """Error over the positions so far."""

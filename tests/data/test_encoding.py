@@ -259,14 +259,8 @@ def test_examples_are_encoded_as_they_are_asked_for() -> None:
     assert [next(encoded).prompt_id for _ in range(3)] == [f"{number:016x}" for number in range(3)]
 
 
-def test_encoded_examples_are_equal_by_their_ids() -> None:
+def test_token_ids_take_four_bytes_each() -> None:
     one = EncodedExample("a", "train", [1, 2], [3])  # type: ignore[arg-type]
-    assert one == EncodedExample("a", "train", np.array([1, 2]), np.array([3]))
-    assert hash(one) == hash(replace(one))
-    assert one != replace(one, reference_ids=np.array([4], dtype=np.int32))
-    assert one != replace(one, prompt_ids=np.array([1], dtype=np.int32))
-    assert one != replace(one, split="test")
-    assert one != "a"
     assert one.prompt_ids.nbytes == 8
 
 
