@@ -88,7 +88,8 @@ def encode_examples(
         for example, (prompt, reference) in zip(batch, _encode(batch, tokenizer, config), strict=True):
             split = split_of(example.prompt_id, config.splits)
             kept = example if keep_examples else None
-            yield EncodedExample(example.prompt_id, split, prompt, reference, kept)
+            ids = np.array(prompt, np.int32), np.array(reference, np.int32)
+            yield EncodedExample(example.prompt_id, split, *ids, kept)
 
 
 def end_token_id(tokenizer: Any, config: PromptConfig) -> int:

@@ -193,7 +193,7 @@ def _merge_plans(manifests: Sequence[Manifest], pieces: Sequence[_Piece]) -> Tra
         device=", ".join(dict.fromkeys(plan.device for plan in plans)),
         collected=[name for name in plans[0].splits if any(name in plan.collected for plan in plans)],
         prompts={"source": f"merged: {sources}", "merged": digests},
-        shards=len(pieces),
+        merged_shards=len(pieces),
         batch_tokens=max(plan.batch_tokens for plan in plans),
         shard_prompts=max(plan.shard_prompts for plan in plans),
         examples=sum(len(piece.names) for piece in pieces),

@@ -64,12 +64,12 @@ class TracePlan:
     examples_digest: str
     hidden: bool = False
     cascade: dict[str, Any] | None = None
-    shards: int | None = None
+    merged_shards: int | None = None
 
     @property
     def shard_count(self) -> int:
         """How many shards the plan comes to; a merged set states it, since its shards are those of others."""
-        return self.shards or -(-self.examples // self.shard_prompts)
+        return self.merged_shards or -(-self.examples // self.shard_prompts)
 
     @property
     def digest(self) -> str:

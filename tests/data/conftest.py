@@ -78,6 +78,7 @@ def cascade_config(collect_config: CollectConfig, prompt_file: Path) -> CollectC
     return replace(
         collect_config,
         source="cascade",
+        batch_tokens=CollectConfig.batch_tokens,
         prompts=PromptConfig(source=str(prompt_file), chat=False, limit=8, splits={"train": 1.0}),
         splits=("train",),
         cascade=CascadeConfig(gamma=3, max_new_tokens=24, batch_size=3),

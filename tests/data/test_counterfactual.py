@@ -43,7 +43,7 @@ def config(cascade_config: CollectConfig) -> CollectConfig:
 def log(config: CollectConfig, pair: Pair, examples: list[EncodedExample], tmp_path: Any) -> Rows:
     rows: Rows = []
     for index, columns in enumerate(
-        log_cascade(config, pair, [examples[:5], examples[5:]], lambda prompts, tokens: None)
+        log_cascade(config, pair, [examples[:3], examples[3:]], lambda prompts, tokens: None)
     ):
         write_shard(tmp_path / f"{index}.parquet", columns, index, "")
         rows += pq.read_table(tmp_path / f"{index}.parquet").to_pylist()

@@ -103,11 +103,19 @@ def test_origins_say_which_shards_came_from_where(maths: Path, code: Path, tmp_p
 def test_the_rows_of_one_origin_can_be_read_alone(maths: Path, code: Path, tmp_path: Path) -> None:
     merge([maths, code], tmp_path / "both")
     both = Traces.open(tmp_path / "both")
-    for folder, source in ((maths, "maths"), (code, "code")):
-        alone, part = Traces.open(folder).split("train"), both.split("train", origin=source)
-        assert set(part.prompt_ids) == set(alone.prompt_ids)
-        assert torch.equal(part.label, alone.label)
-    assert len(both.split("train")) == sum(len(both.split("train", origin=name)) for name in ("maths", "code"))
+    for name in both.splits:
+        whole, parts = both.split(name), []
+        for origin in both.manifest.origins:
+            held = pq.ParquetDataset([tmp_path / "both" / file for file in origin.shards]).read()
+            if name in held["split"].to_pylist():
+                parts.append(both.split(name, origin=origin.source))
+                ids = {
+                    i
+                    for i, s in zip(held["prompt_id"].to_pylist(), held["split"].to_pylist(), strict=True)
+                    if s == name
+                }
+                assert set(parts[-1].prompt_ids) == ids
+        assert torch.equal(torch.cat([part.label for part in parts]), whole.label)
     with pytest.raises(ValueError, match="did you mean 'maths'"):
         both.split("train", origin="math")
 
@@ -128,6 +136,9 @@ def test_a_set_with_nothing_new_is_an_origin_without_rows(maths: Path, tmp_path:
     manifest = merge([maths, again], tmp_path / "both")
     assert rows_by_prompt(tmp_path / "both") == rows_by_prompt(maths)
     assert (manifest.origins[1].rows, manifest.shards_of("again")) == (0, ())
+    both = Traces.open(tmp_path / "both")
+    with pytest.raises(ValueError, match=f"origin: expected one with rows in split '{both.splits[0]}', got 'again'"):
+        both.split(both.splits[0], origin="again")
 
 
 def test_columns_of_a_cascade_survive(tmp_path: Path) -> None:
@@ -328,9 +339,9 @@ def test_other_inputs_into_the_same_folder_are_refused(maths: Path, code: Path, 
 
 
 def test_settings_that_only_shaped_the_shards_may_differ(maths: Path, tmp_path: Path) -> None:
-    other = make_traces(tmp_path / "other", {"e": 0}, batch_tokens=7, max_tokens=3, device="cuda", code_version="1")
+    other = make_traces(tmp_path / "other", {"e": 0}, batch_tokens=7, device="cuda", code_version="1")
     plan = merge([maths, other.folder], tmp_path / "both").plan
-    assert (plan.batch_tokens, plan.max_tokens, plan.device) == (7, None, "cpu, cuda")
+    assert (plan.batch_tokens, plan.device) == (7, "cpu, cuda")
 
 
 def test_one_shard_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
