@@ -30,7 +30,7 @@ def describe_seconds(seconds: float) -> str:
     """Write a duration as people say it.
 
     >>> describe_seconds(3.21), describe_seconds(185), describe_seconds(7300)
-    ('3.2 s', '3 min 5 s', '2 h 2 min')
+    ('3.2 s', '3 min 5 s', '2 h 1 min')
     """
     if seconds < 60:
         return f"{seconds:.1f} s"
