@@ -6,7 +6,8 @@ Whoever executes it, this process, one of several ranks or an actor on another h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,10 +21,11 @@ from .estimate import Estimate
 from .pairs import Pair, load_pair
 from .plan import make_plan
 from .progress import announce
-from .prompts import read_examples, split_of
+from .prompts import Example, read_examples, split_of
 from .shards import measure_shard, shard_name, write_shard
 from .teacher_forced import log_teacher_forced
 from .traces import TracePlan
+from .workers import current_worker
 
 __all__ = ["Advance", "Job", "prepare"]
 
@@ -89,13 +91,10 @@ def prepare(config: CollectConfig, pair: Pair | None = None) -> Job:
     first = next(prompts, None)  # a misspelt column is found faster than a model is loaded
     pair = pair or load_pair(config.pair)
     context = min(_context(pair.drafter), _context(pair.verifier))
-    wanted = (
-        example
-        for example in chain([first] if first else [], prompts)
-        if split_of(example.prompt_id, config.prompts.splits) in config.splits
-    )
+    fallen: Counter[str] = Counter()
     examples: list[EncodedExample] = []
     skipped = 0
+    wanted = _choose_split(chain([first] if first else [], prompts), config, fallen)
     for item in encode_examples(
         wanted, pair.tokenizer, config.prompts, keep_examples=config.cascade.counterfactuals > 0
     ):
@@ -106,15 +105,46 @@ def prepare(config: CollectConfig, pair: Pair | None = None) -> Job:
             examples.append(item)
         else:
             skipped += 1
-    if skipped:
+    talks = current_worker().is_first
+    if talks:
+        _tell_left_out(config, fallen)
+    if skipped and talks:
         announce(f"Left out {skipped:,} prompts that do not fit into the context of {context:,} tokens")
     if not examples:
         raise ValueError(
             f"splits: expected prompts in {', '.join(config.splits)}, got none from {config.prompts.source}"
         )
+    if talks:
+        _show_first(examples[0], pair)
     cuts = range(0, len(examples), config.shard_prompts)
     pieces = [examples[start : start + config.shard_prompts] for start in cuts]
     return Job(config, pair, pieces, make_plan(config, pair, examples))
+
+
+def _choose_split(examples: Iterable[Example], config: CollectConfig, fallen: Counter[str]) -> Iterator[Example]:
+    """Pass on what falls into a split that is asked for; count how many fell into each."""
+    for example in examples:
+        split = split_of(example.prompt_id, config.prompts.splits)
+        fallen[split] += 1
+        if split in config.splits:
+            yield example
+
+
+def _tell_left_out(config: CollectConfig, fallen: Counter[str]) -> None:
+    """Say which prompts are not collected because of their split, and which splits nothing fell into."""
+    for split in config.prompts.splits:
+        if split in config.splits and not fallen[split]:
+            announce(f"Split {split} is empty: none of {fallen.total():,} prompts fell into it")
+        elif split not in config.splits and fallen[split]:
+            kept = " (what a drafter is tuned on)" if split == "tune" else ""
+            announce(f"Left out {fallen[split]:,} of {fallen.total():,} prompts: they fell into split {split}{kept}")
+
+
+def _show_first(example: EncodedExample, pair: Pair) -> None:
+    """Show how the first prompt and its reference meet: a wrong template or a missing space is seen at once."""
+    before = pair.tokenizer.decode(example.prompt_ids[-16:])
+    after = pair.tokenizer.decode(example.reference_ids[:16])
+    announce(f"First prompt ends {before!r}, its reference begins {after!r}")
 
 
 def _fits(example: EncodedExample, config: CollectConfig, context: int) -> bool:

@@ -206,7 +206,10 @@ def _resolve_name(name: str, role: str) -> str:
         return name
     looks_like_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith(".")
     if not looks_like_hub_id:
-        raise FileNotFoundError(f"{role}: expected a folder, a hub id or 'embedded:NAME', got {name!r}: no such folder")
+        hint = "; `speccascade tune-drafter` makes a drafter, and 'early-exit:K' is one" if role == "drafter" else ""
+        raise FileNotFoundError(
+            f"{role}: expected a folder, a hub id or 'embedded:NAME', got {name!r}: no such folder{hint}"
+        )
     return name
 
 

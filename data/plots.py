@@ -37,14 +37,23 @@ def plot_summary(summary: TraceSummary, directory: Path) -> list[Path]:
         axes[0, 1].set(title="How sure each model is", xlabel="largest probability")
         _draw_gap(axes[0, 2], totals)
         _draw_models(axes[1, 0], totals, ("draft_loss", "verifier_loss"), ("−ln q(label)", "−ln p(label)"))
-        axes[1, 0].set(title="Loss a position", xlabel=f"nats ({HISTOGRAMS['draft_loss'][1]:g} and more in the last)")
-        _draw_calibration(axes[1, 1], totals, numbers)
-        _draw_right(axes[1, 2], numbers)
+        axes[1, 0].set(
+            title="How surprising the label is", xlabel=f"nats ({HISTOGRAMS['draft_loss'][1]:g} and more in the last)"
+        )
+        if totals.has_truth:
+            _draw_calibration(axes[1, 1], totals, numbers)
+            _draw_right(axes[1, 2], numbers)
+        else:
+            for panel in axes[1, 1:]:
+                panel.axis("off")
         for panel in (*axes[0], axes[1, 0]):
             panel.set_ylabel("share of positions")
             panel.yaxis.set_major_formatter(PercentFormatter(1.0))
         names = ", ".join(summary.splits)
-        figure.suptitle(f"{summary.rows:,} positions ({names})", x=0.01, ha="left", color=BOUND, fontsize=10)
+        state = "" if summary.finished else ", unfinished"
+        about = f"q: {summary.plan.drafter}, p: {summary.plan.verifier}, {summary.plan.source}"
+        title = f"{summary.rows:,} positions ({names}{state}) of {summary.plan.prompts.get('source')}; {about}"
+        figure.suptitle(title, x=0.01, ha="left", color=BOUND, fontsize=10)
         figure.tight_layout(w_pad=2.0, h_pad=2.0)
         return save_figure(figure, directory, "traces")
 
@@ -79,6 +88,7 @@ def _draw_gap(panel: Axes, totals: SplitTotals) -> None:
     panel.stairs(shares[:middle], edges[: middle + 1], fill=True, color=DRAFTER, alpha=0.75, label="drafter surer")
     panel.stairs(shares[middle:], edges[middle:], fill=True, color=VERIFIER, alpha=0.75, label="verifier surer")
     panel.set(title="Gap in confidence", xlabel="largest p° − largest q°", xlim=HISTOGRAMS["gap"])
+    panel.set_ylim(0, 1.25 * max(float(shares.max()), 1e-9))  # room for the legend
     panel.legend(loc="upper left", fontsize=8.5)
 
 

@@ -33,7 +33,7 @@ class Preset:
 
     instruction: str = "{prompt}"
     plain_instruction: str = "{prompt}"
-    separator: str = ""
+    separator: str = " "
     shot_separator: str = "\n\n"
     reference_filter: str = "none"
     reference_strip: str = "both"

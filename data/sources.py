@@ -135,7 +135,7 @@ def _reader_of(path: Path, source: str) -> Callable[[Path], Iterator[Row]]:
 def _not_a_source(source: str) -> str:
     kinds = ", ".join(FILE_READERS)
     return (
-        f"source: expected 'embedded:gsm8k', a file ({kinds}) or a hub data set, got {source!r}"
+        f"source: expected an embedded text, a file or folder of files ({kinds}) or a hub data set, got {source!r}"
         f"{nearest(source, EMBEDDED_TEXTS)}"
     )
 
@@ -289,12 +289,19 @@ def _read_standard_library() -> Iterator[Row]:
             yield {"path": inside.as_posix(), "text": text}
 
 
+def _read_txt(path: Path) -> Iterator[Row]:
+    """One document."""
+    with _open_text(path) as file:
+        yield {"text": file.read()}
+
+
 FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
     ".tsv": _read_tsv,
+    ".txt": _read_txt,
 }
 
 EMBEDDED_TEXTS: dict[str, EmbeddedText] = {

@@ -87,6 +87,11 @@ class SplitTotals:
         return int(self.counts.get("positions", 0))
 
     @property
+    def has_truth(self) -> bool:
+        """Whether labels are the truth; in a cascade they are the verifier's own choice."""
+        return not self.counts.get("drafted")
+
+    @property
     def prompts(self) -> int:
         """Prompts counted so far."""
         return self._closed_prompts + len(self._prompts)
@@ -131,22 +136,25 @@ class SplitTotals:
 
         ``acceptance`` and ``deferral`` are shares of the drafted tokens that are rows here, ``kept_block_length`` the
         accepted tokens a drafted block (the verifier's own token left out), ``answers_changed`` a share of the
-        ``counterfactuals`` tried. Where labels are the verifier's own choice, its accuracy is 1 by definition.
+        ``counterfactuals`` tried. There labels are the verifier's own choice, so accuracies would say nothing.
         """
         counts, positions = self.counts, max(self.positions, 1)
         numbers = {
             "prompts": float(self.prompts),
             "positions": float(self.positions),
-            "draft_accuracy": counts.get("draft_right", 0) / positions,
-            "verifier_accuracy": counts.get("verifier_right", 0) / positions,
             "disagreement": counts.get("differ", 0) / positions,
-            "draft_only_right": counts.get("draft_only_right", 0) / positions,
-            "verifier_only_right": counts.get("verifier_only_right", 0) / positions,
             "mean_tv": counts.get("tv", 0) / positions,
-            "draft_calibration_error": float(error_of_sums(self.calibration["draft"])),
-            "verifier_calibration_error": float(error_of_sums(self.calibration["verifier"])),
         }
-        if counts.get("drafted"):
+        if self.has_truth:
+            numbers |= {
+                "draft_accuracy": counts.get("draft_right", 0) / positions,
+                "verifier_accuracy": counts.get("verifier_right", 0) / positions,
+                "draft_only_right": counts.get("draft_only_right", 0) / positions,
+                "verifier_only_right": counts.get("verifier_only_right", 0) / positions,
+                "draft_calibration_error": float(error_of_sums(self.calibration["draft"])),
+                "verifier_calibration_error": float(error_of_sums(self.calibration["verifier"])),
+            }
+        else:
             numbers["acceptance"] = counts["accepted"] / counts["drafted"]
             numbers["deferral"] = counts["deferred"] / counts["drafted"]
             numbers["kept_block_length"] = counts["accepted"] / max(counts["blocks"], 1)

@@ -304,7 +304,10 @@ class Traces:
             ValueError: no such split, or an empty one; no such origin, or one without rows in the split.
         """
         if name not in self.splits:
-            raise ValueError(unknown_name("split", name, self.splits) + f" (in {self.folder})")
+            raise ValueError(
+                unknown_name("split", name, self.splits)
+                + f" (in {self.folder}; prompts.splits decides when they are collected)"
+            )
         shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
         files = [self.folder / shard.file for shard in shards]
         if not files:

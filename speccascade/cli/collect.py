@@ -64,9 +64,12 @@ def run(arguments: list[str]) -> None:
         from ..data.workers import current_worker
 
         plain = CollectConfig(**{entry.name: getattr(config, entry.name) for entry in fields(CollectConfig)})
+        out = Path(plain.out)
+        if current_worker().is_first and not (out / "config.yaml").is_file():
+            write_config(plain, out)  # a stopped run, too, says how it was started
         collect(plain)
         if current_worker().is_first:
-            write_config(plain, Path(plain.out))
+            write_config(plain, out)
 
 
 def _refuse_idle_options(config: CollectCommand) -> None:

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -425,3 +426,15 @@ def test_padding_rows_of_the_head_never_count(
     assert manifest.plan.vocab_size == len(tiny_tokenizer)
     for rows in rows_by_prompt(config.out).values():
         assert max(max(row["topk_ids"]) for row in rows) < len(tiny_tokenizer)
+
+
+def test_what_a_split_leaves_out_is_said(collect_config: CollectConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    splits = {"tune": 0.5, "train": 0.5, "validation": 0.0}
+    prompts = replace(collect_config.prompts, splits=splits)
+    manifest = collect(replace(collect_config, prompts=prompts, splits=("train", "validation")))
+    assert manifest is not None
+    told = capsys.readouterr().err
+    left = 20 - manifest.plan.examples
+    assert f"Left out {left} of 20 prompts: they fell into split tune (what a drafter is tuned on)" in told
+    assert "Split validation is empty: none of 20 prompts fell into it" in told
+    assert re.search(r"First prompt ends 'what is \d+ \+ \d+\? .*', its reference begins 'it is", told)

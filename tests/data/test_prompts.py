@@ -199,7 +199,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], messag
         (
             "some where/else",
             ValueError,
-            r"source: expected 'embedded:gsm8k', a file \(\.jsonl, \.json, \.parquet, \.csv, \.tsv\) or",
+            r"source: expected an embedded text, a file or folder of files \(\.jsonl, .*\) or a hub data set",
         ),
     ],
 )

@@ -65,11 +65,11 @@ def test_a_cell_longer_than_a_csv_reader_allows_by_itself_is_read(tmp_path: Path
 def test_a_pattern_reads_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(as_jsonl(ROWS[3:]))
     pd.DataFrame(ROWS[:3]).to_parquet(tmp_path / "a.parquet")
-    (tmp_path / "notes.txt").write_text("no rows")
+    (tmp_path / "notes.md").write_text("no rows")
     assert list(read_rows(str(tmp_path / "[ab].*"))) == ROWS
     with pytest.raises(FileNotFoundError, match=r"source: no file matches .*c\*\.jsonl"):
         read_rows(str(tmp_path / "c*.jsonl"))
-    with pytest.raises(ValueError, match=r"source: expected .* a file \(\.jsonl.*got .*\*'"):
+    with pytest.raises(ValueError, match=r"source: expected .* a file or folder of files \(\.jsonl.*got .*\*'"):
         read_rows(str(tmp_path / "*"))
 
 
@@ -108,11 +108,18 @@ def test_broken_files_are_named_with_their_place(tmp_path: Path, name: str, cont
         list(read_rows(str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("name", ["rows.txt", "rows.parquet.gz", "rows"])
+@pytest.mark.parametrize("name", ["rows.md", "rows.parquet.gz", "rows"])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("what")
-    with pytest.raises(ValueError, match=r"a file \(\.jsonl, \.json, \.parquet, \.csv, \.tsv\) or a hub data set, got"):
+    with pytest.raises(
+        ValueError, match=r"files \(\.jsonl, .*, \.txt\) or a hub data set, got"
+    ):
         read_rows(str(tmp_path / name))
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("one line\n\nand another\n")
+    assert list(read_rows(str(tmp_path / "rows.txt"))) == [{"text": "one line\n\nand another\n"}]
 
 
 def test_a_folder_that_datasets_saved_gives_its_rows(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from .made_traces import make_traces
 PROMPTS = {f"{number:02d}{'x' * 14}": number for number in range(24)}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_traces(tmp_path / "traces", PROMPTS, cascade=True, outcomes=True)
+@pytest.fixture(params=[True, False], ids=["cascade", "teacher forced"])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    make_traces(tmp_path / "traces", PROMPTS, cascade=request.param, outcomes=request.param)
     return tmp_path / "traces"
 
 
@@ -39,24 +39,29 @@ def whole(folder: Path, split: str | None = None) -> dict[str, Any]:
 
 
 def by_hand(rows: dict[str, Any]) -> dict[str, float]:
-    """Every number of a split, from the whole table at once."""
+    """Every number of a split, from the whole table at once; those of the truth only where the labels are."""
     right_q, right_p = (
         rows["label"] == np.take_along_axis(rows["topk_ids"], rows[name].argmax(axis=1)[:, None], 1)[:, 0]
         for name in ("topk_q", "topk_p")
     )
     differ = rows["argmax_agree"] == 0
-    tried = np.array([value is not None for value in rows["answer_changed"]])
-    return {
+    numbers = {
         "prompts": len(set(rows["prompt_id"])),
         "positions": len(differ),
-        "draft_accuracy": right_q.mean(),
-        "verifier_accuracy": right_p.mean(),
         "disagreement": differ.mean(),
-        "draft_only_right": (right_q & differ).mean(),
-        "verifier_only_right": (right_p & differ).mean(),
         "mean_tv": rows["tv"].mean(dtype=np.float64),
-        "draft_calibration_error": error_by_hand(rows["draft_max"], right_q),
-        "verifier_calibration_error": error_by_hand(rows["verifier_max"], right_p),
+    }
+    if "accepted" not in rows:
+        return numbers | {
+            "draft_accuracy": right_q.mean(),
+            "verifier_accuracy": right_p.mean(),
+            "draft_only_right": (right_q & differ).mean(),
+            "verifier_only_right": (right_p & differ).mean(),
+            "draft_calibration_error": error_by_hand(rows["draft_max"], right_q),
+            "verifier_calibration_error": error_by_hand(rows["verifier_max"], right_p),
+        }
+    tried = np.array([value is not None for value in rows["answer_changed"]])
+    return numbers | {
         "acceptance": rows["accepted"].mean(),
         "deferral": rows["deferred"].mean(),
         "kept_block_length": rows["accepted"].sum() / len(set(zip(rows["prompt_id"], rows["block"], strict=True))),
