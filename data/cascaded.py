@@ -30,7 +30,7 @@ from .answers import generate_answers
 from .config import CascadeConfig, CollectConfig
 from .counterfactual import Run, Trials, outcome_columns
 from .encoding import EncodedExample, end_token_ids
-from .pairs import Pair, PairIdentity
+from .pairs import Pair, PairIdentity, length_borders
 from .parallel import map_in_order
 from .scoring import ScoredRows, tabulate_block
 from .shards import topk_columns
@@ -66,7 +66,8 @@ def log_cascade(
             own.rule = build_rule(config.cascade, pair.identity)
         return _run_batch(config, pair, batch, own.rule, ends, trials)
 
-    batches = [_make_batches(piece, config.cascade.batch_size) for piece in pieces]
+    room = min(length_borders(pair), default=None)
+    batches = [_make_batches(piece, config.cascade, room) for piece in pieces]
     work = ([piece[index] for index in batch] for piece, many in zip(pieces, batches, strict=True) for batch in many)
     with closing(map_in_order(run, work, pair)) as results:
         for piece, many in zip(pieces, batches, strict=True):
@@ -189,10 +190,16 @@ def _run_batch(
     return [replace(one, outcomes=tried) for one, tried in zip(logged, trials.run(runs), strict=True)]
 
 
-def _make_batches(piece: Sequence[EncodedExample], batch_size: int) -> list[list[int]]:
-    """Group indices of prompts of similar length: the less padding, the better."""
+def _make_batches(piece: Sequence[EncodedExample], config: CascadeConfig, room: int | None = None) -> list[list[int]]:
+    """Group indices of prompts of similar length: the less padding, the better.
+
+    A prompt whose answer may go beyond `room` tokens runs alone.
+    """
     order = sorted(range(len(piece)), key=lambda index: (len(piece[index].prompt_ids), index))
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    together = [i for i in order if room is None or len(piece[i].prompt_ids) + config.max_new_tokens <= room]
+    starts = range(0, len(together), config.batch_size)
+    alone = [[index] for index in order[len(together) :]]
+    return [together[start : start + config.batch_size] for start in starts] + alone
 
 
 def _answer(

@@ -52,6 +52,7 @@ def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest | None:
         if manifest is not None:
             announce(f"Traces in {out} are complete: {manifest.rows:,} positions")
             return manifest
+        _refuse_foreign_shards(out, len(crew.sizes))
         _write_shards(config, crew, worker)
         with folder_lock(out):
             manifest = _write_manifest(out, crew.plan)
@@ -99,6 +100,14 @@ def _complete_manifest(out: Path) -> Manifest | None:
     if (out / MANIFEST).is_file() and all((out / shard.file).is_file() for shard in Manifest.read(out).shards):
         return Traces.open(out).manifest
     return None
+
+
+def _refuse_foreign_shards(out: Path, shards: int) -> None:
+    """Name a file that the finished traces could not be opened with, before anything is computed."""
+    known = {shard_name(index) for index in range(shards)}
+    foreign = sorted(path.name for path in out.glob("*.parquet") if path.name not in known)
+    if foreign:
+        raise ValueError(f"out: {out / foreign[0]} is foreign: the plan has no such shard; move it away")
 
 
 def _write_shards(config: CollectConfig, crew: Crew, worker: Worker) -> None:

@@ -14,6 +14,9 @@ from .prompts import PromptConfig
 __all__ = ["EXECUTORS", "SOURCES", "CascadeConfig", "CollectConfig", "RayConfig"]
 
 SOURCES = ("teacher_forced", "cascade")
+MOST_DRAFTED = 4096
+"""Every round draws numbers for so many drafts, however few tokens are left to write."""
+
 EXECUTORS = ("local", "ray")
 
 
@@ -58,6 +61,8 @@ class CascadeConfig:
             value = getattr(self, name)
             if not is_integer(value) or value < 0:
                 raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
+        if self.gamma > MOST_DRAFTED:
+            raise ValueError(f"gamma: expected at most {MOST_DRAFTED:,}, got {self.gamma:,}")
         if self.router is None:
             rules.get(self.rule, **self.parameters)  # a rule that cannot be built is known before a model is loaded
         else:
@@ -192,6 +197,8 @@ class CollectConfig:
                 "cascade.scorer: expected a name beside counterfactuals, such as 'final_answer', since "
                 f"{'the prompts have no task' if task is None else f'task {task!r} has no scorer'}; got none"
             )
+        if not str(self.out):
+            raise ValueError("out: expected a folder, got ''")
         Sampling(temperature=self.temperature)
 
     @property

@@ -163,10 +163,16 @@ class Trials:
     def _score(self, example: EncodedExample, answer: Sequence[int]) -> float:
         assert example.example is not None, "prepare() has looked"
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
-        score = self.scorer(text, example.example.reference)
+        try:
+            score = self.scorer(text, example.example.reference)
+        except Exception as error:  # anything: it is a user's own function
+            raise ValueError(
+                f"scorer {self.scorer_name!r}: expected a number in [0, 1], got {type(error).__name__}: {error} for an "
+                f"answer to prompt {example.prompt_id}"
+            ) from error
         try:
             value = float(score)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             value = math.nan
         if not 0 <= value <= 1:
             raise ValueError(

@@ -49,7 +49,8 @@ def _lock_name(rank: int) -> str:
 def _refuse_orphans(out: Path, count: int) -> None:
     """Make sure that no process of an earlier, larger run is still at work."""
     for path in sorted(out.glob(".lock-*")):
-        if int(path.name.rpartition("-")[2]) < count:
+        rank = path.name.rpartition("-")[2]
+        if not rank.isdecimal() or int(rank) < count:
             continue
         try:
             with FileLock(path, timeout=0):
@@ -81,5 +82,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(f"out: cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if not temporary.is_dir():
+            temporary.unlink(missing_ok=True)

@@ -25,7 +25,16 @@ from ..cascade.packing import can_pack, pack_weights
 from .embedded import fetch
 from .progress import quiet_transformers
 
-__all__ = ["Pair", "PairConfig", "PairIdentity", "load_model", "load_pair", "load_tokenizer", "vocabulary_fingerprint"]
+__all__ = [
+    "Pair",
+    "PairConfig",
+    "PairIdentity",
+    "length_borders",
+    "load_model",
+    "load_pair",
+    "load_tokenizer",
+    "vocabulary_fingerprint",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -125,7 +134,21 @@ def load_pair(config: PairConfig, decoding: bool = False) -> Pair:
 def _load(config: PairConfig, role: str, decoding: bool) -> Any:
     own_device = config.drafter_device if role == "drafter" else None
     model = load_model(getattr(config, role), config.dtype, own_device or config.device, role)
+    _check_direction(model, getattr(config, role), role)
     return pack_weights(model) if decoding and can_pack(model) else model
+
+
+def _check_direction(model: Any, name: str, role: str) -> None:
+    """Refuse a model that looks ahead, such as BERT without is_decoder: it would see the very token it predicts."""
+    with torch.inference_mode():
+        ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
+        first = model(input_ids=ids, use_cache=False).logits[:, 0].float()
+    spread = first.max() - first.min()
+    if float((first[0] - first[1]).abs().max()) > 0.02 * float(spread):
+        raise ValueError(
+            f"{role} {name!r}: expected a decoder-only model, got {model.config.model_type}, which looks at later "
+            "tokens"
+        )
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto", role: str = "model") -> Any:
@@ -154,6 +177,24 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto", role: str =
         elif model.num_parameters() <= SMALL_MODEL:
             model = model.float()
     return model.to(where).eval()
+
+
+def length_borders(pair: Pair) -> list[int]:
+    """Lengths beyond which a model reads a whole batch by other position frequencies (longrope, as in Phi-3 128k).
+
+    The frequencies lie in the model and change with each call, so that sequences from both sides of a border must not
+    share a batch, nor run at one time.
+    """
+    borders = set()
+    for model in (pair.drafter, pair.verifier):
+        config = model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        for one in (rope, *rope.values()):
+            if isinstance(one, dict) and one.get("rope_type") == "longrope":
+                own = getattr(config, "original_max_position_embeddings", None)
+                border = own or one.get("original_max_position_embeddings") or config.max_position_embeddings
+                borders.add(int(border))
+    return sorted(borders)
 
 
 def load_tokenizer(name: str, role: str = "model") -> Any:
@@ -231,6 +272,8 @@ def _resolve_device(device: str) -> torch.device:
     try:
         where = torch.device(device)
         torch.empty(0, device=where)
+        if where.type == "meta":
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device: expected auto, cpu or an available device, got {device!r} ({reason})") from error

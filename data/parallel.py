@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from .pairs import Pair
+from .pairs import Pair, length_borders
 
 __all__ = ["map_in_order"]
 
@@ -32,6 +32,8 @@ def map_in_order(
     cores = torch.get_num_threads()
     on_cpu = pair.verifier.device.type == pair.drafter.device.type == "cpu"
     workers, threads_each = (min(cores, _MOST_WORKERS), 1) if on_cpu else (1, cores)
+    if length_borders(pair):
+        workers = 1  # one call would change the frequencies under another
     pending: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads_each,))
     try:

@@ -36,11 +36,11 @@ def make_plan(config: CollectConfig, pair: Pair, examples: Sequence[EncodedExamp
         vocab_size=pair.vocab_size,
         dtype=_of_both(pair, lambda model: str(model.dtype).removeprefix("torch.")),
         device=_of_both(pair, lambda model: str(model.device.type)),
-        temperature=config.temperature,
+        temperature=float(config.temperature),
         top_k=config.top_k,
         hidden=config.hidden,
         cascade=_describe_cascade(config, pair) if config.source == "cascade" else None,
-        splits=dict(config.prompts.splits),
+        splits={name: float(share) for name, share in config.prompts.splits.items()},
         collected=list(config.splits),
         prompts=prompts,
         max_tokens=config.max_tokens,
@@ -86,7 +86,10 @@ def _of_both(pair: Pair, read: Callable[[Any], str]) -> str:
 
 def _describe_cascade(config: CollectConfig, pair: Pair) -> dict[str, Any]:
     """The settings of the runs, with the content of a router and the tokens that end an answer."""
-    settings = asdict(config.cascade) | {"scorer": config.scorer if config.cascade.counterfactuals else None}
+    options = {name: float(value) for name, value in config.cascade.rule_options.items()}
+    alpha = None if config.cascade.alpha is None else float(config.cascade.alpha)  # 1 and 1.0 are one plan
+    settings = asdict(config.cascade) | {"rule_options": options, "alpha": alpha}
+    settings |= {"scorer": config.scorer if config.cascade.counterfactuals else None}
     if config.cascade.router is not None:
         settings["router_digest"] = bundle_digest(config.cascade.router)
     return settings | {"end_token_ids": end_token_ids(pair.tokenizer, config.prompts, pair.verifier)}

@@ -10,12 +10,14 @@ Knows nothing of models, tokenizers, traces or rules.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from string import Formatter
 from typing import Any
 
+from ..cascade.checks import is_integer
 from ..router.checks import unknown_name
 from .presets import PRESETS, REFERENCE_FILTERS, REFERENCE_STRIPS, Preset
 from .sources import EMBEDDED_TEXTS, Row, describe_value, find_value, read_rows
@@ -89,10 +91,12 @@ class PromptConfig:
     splits: dict[str, float] = field(default_factory=_default_splits)
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit: expected at least 1 row, or none for all, got {self.limit}")
-        if self.few_shot < 0:
-            raise ValueError(f"few_shot: expected a number of examples, 0 for none, got {self.few_shot}")
+        if self.limit is not None and not (is_integer(self.limit) and 1 <= self.limit <= sys.maxsize):
+            raise ValueError(f"limit: expected at least 1 row, or none for all, got {self.limit!r}")
+        if not is_integer(self.few_shot) or not 0 <= self.few_shot <= sys.maxsize:
+            raise ValueError(f"few_shot: expected a number of examples, 0 for none, got {self.few_shot!r}")
+        if not self.source:
+            raise ValueError("source: expected a text, a file, a folder or a data set, got ''")
         named = (
             ("task", self.task, PRESETS, None),
             ("reference_filter", self.reference_filter, REFERENCE_FILTERS, "auto"),
@@ -106,6 +110,8 @@ class PromptConfig:
         _check_columns(self)
         if self.task_name == "text":
             _check_text(self)
+        for name in ("instruction", "system", "separator", "shot_separator"):
+            _whole(getattr(self, name) or "", name, "the settings")
 
     @property
     def task_name(self) -> str | None:
@@ -284,25 +290,29 @@ def _fill(instruction: str, values: Mapping[str, Any], where: str) -> str:
             if not isinstance(value, (str, int, float)):
                 raise ValueError(f"instruction: expected text in {name!r}, got {describe_value(value)} in {where}")
             parts.append(str(value))
-    return "".join(parts)
+    return _whole("".join(parts), "instruction", where)
 
 
 def _cell(row: Row, column: str, argument: str, where: str) -> str:
     value = find_value(row, column, argument, f" (in {where})")
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{argument}: expected text in column {column!r}, got {describe_value(value)} in {where}")
+    return _whole(value, argument, f"column {column!r} of {where}")
+
+
+def _whole(text: str, argument: str, where: str) -> str:
+    """The text itself, unless it holds half a character, which no tokenizer takes."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{argument}: expected whole characters in column {column!r}, got half of one, "
-            f"{value[error.start]!r}, in {where}"
+            f"{argument}: expected whole characters, got half of one, {text[error.start]!r}, in {where}"
         ) from error
-    return value
+    return text
 
 
 def _check_splits(splits: Mapping[str, float]) -> None:
-    if not splits or any(share < 0 for share in splits.values()) or abs(sum(splits.values()) - 1) > 1e-6:
+    if not splits or any(share < 0 for share in splits.values()) or not abs(sum(splits.values()) - 1) <= 1e-6:
         raise ValueError(f"splits: expected shares that add up to 1, got {dict(splits)}")
 
 

@@ -119,7 +119,7 @@ def find_scorer(name: str, scorers: Mapping[str, Scorer] | None = None) -> Score
         module, _, function = name.partition(":")
         try:
             found = getattr(import_module(module), function)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SyntaxError, ValueError) as error:
             raise ValueError(f"scorer: cannot load {name!r}: {error}") from error
         if not callable(found):
             raise ValueError(f"scorer: expected a function at {name!r}, got {type(found).__name__}")

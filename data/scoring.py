@@ -81,17 +81,18 @@ class ScoredRows:
         return cls(token, label, floats, **topk, hidden=hidden)
 
 
-def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+def make_batches(lengths: Sequence[int], batch_tokens: int, borders: Sequence[int] = ()) -> list[list[int]]:
     """Group indices of similar length so that no batch, padded, holds more than `batch_tokens` tokens.
 
-    A sequence longer than `batch_tokens` makes a batch of its own.
+    A sequence longer than `batch_tokens` makes a batch of its own. No batch holds lengths from both sides of a border.
 
     >>> make_batches([3, 9, 4, 3], batch_tokens=9)
     [[0, 3], [2], [1]]
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
+        crossed = batches and any(lengths[batches[-1][0]] <= border < lengths[index] for border in borders)
+        if batches and not crossed and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])

@@ -169,8 +169,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"source: line {number} of {path} is not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # a number with thousands of digits is a plain ValueError
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"source: line {number} of {path} is not JSON: {reason}") from error
         if not isinstance(row, dict):
             raise ValueError(f"source: line {number} of {path}: expected an object with columns, got {line[:40]!r}")
         yield row
@@ -181,6 +182,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         rows = json.loads("".join(_read_lines(path)))
     except json.JSONDecodeError as error:
         raise ValueError(f"source: line {error.lineno} of {path} is not JSON: {error.msg}") from error
+    except (RecursionError, OverflowError) as error:
+        raise ValueError(f"source: {path} is not readable JSON: {error}") from error
     if not isinstance(rows, list):
         raise ValueError(f"source: {path}: expected a list of objects, got {describe_value(rows)}")
     for number, row in enumerate(rows, start=1):
@@ -199,7 +202,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"source: {path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..cascade.distributions import Sampling
 from .config import CollectConfig
 from .encoding import EncodedExample
-from .pairs import Pair
+from .pairs import Pair, length_borders
 from .scoring import ScoredRows, make_batches, score_in_order
 from .shards import topk_columns
 
@@ -35,7 +35,8 @@ def log_teacher_forced(
     Raises:
         ValueError: logits are not finite; the message names the model, the prompt and the position.
     """
-    batches = [make_batches([len(example) for example in piece], config.batch_tokens) for piece in pieces]
+    borders = length_borders(pair)
+    batches = [make_batches([len(example) for example in piece], config.batch_tokens, borders) for piece in pieces]
     work = ([piece[j] for j in batch] for piece, many in zip(pieces, batches, strict=True) for batch in many)
     sampling = Sampling(temperature=config.temperature)
     with closing(score_in_order(pair, work, sampling, config.top_k, config.hidden)) as results:

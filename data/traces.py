@@ -173,10 +173,12 @@ class Manifest:
             shards = tuple(Shard(**shard) for shard in record["shards"])
             parts = tuple(Origin(**{**part, "shards": tuple(part["shards"])}) for part in record.get("origins", ()))
             manifest = cls(plan, shards, record["rows"], record["split_rows"], record["split_prompts"], parts)
-        except (KeyError, TypeError) as error:
+            added = {sum(shard.rows for shard in shards), sum(part.rows for part in manifest.parts)}
+            added.add(sum(manifest.split_rows.values()))
+            digest = manifest.digest
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"traces: {path} is damaged: {error}") from error
-        added = {sum(shard.rows for shard in shards), sum(part.rows for part in manifest.parts)}
-        if record.get("digest") != manifest.digest or added != {manifest.rows}:
+        if record.get("digest") != digest or added != {manifest.rows}:
             raise ValueError(f"traces: {path} is damaged: its shards do not add up to its digest and rows")
         return manifest
 
@@ -351,9 +353,26 @@ def record_shards(plan: TracePlan, paths: Sequence[Path]) -> Manifest:
     return Manifest(plan, tuple(shards), sum(shard.rows for shard in shards), rows_of, prompts_of)
 
 
+_PLAN_KINDS: dict[str, Any] = {
+    "temperature": (int, float),
+    "splits": dict,
+    "collected": list,
+    "prompts": dict,
+    "shard_prompts": int,
+    "examples": int,
+}
+
+
 def plan_from(record: Mapping[str, Any]) -> TracePlan:
-    """Take a plan out of a JSON object that may hold more; a missing key is a KeyError, unless it has a default."""
+    """Take a plan out of a JSON object that may hold more; a missing key is a KeyError, unless it has a default.
+
+    Raises:
+        TypeError: a value that no plan has.
+    """
     needed = [f.name for f in fields(TracePlan) if f.name in record or f.default is MISSING]
+    for name, kind in _PLAN_KINDS.items():
+        if not isinstance(record[name], kind) or (kind is int and record[name] < 1):
+            raise TypeError(f"{name} cannot be {record[name]!r}")
     return TracePlan(**{name: record[name] for name in needed})
 
 
@@ -368,14 +387,15 @@ def read_plan(folder: Path) -> TracePlan | None:
         return None
     try:
         return plan_from(_read_object(path))
-    except KeyError as error:
-        raise ValueError(f"out: {path} is of another version or damaged: no {error}") from error
+    except (KeyError, TypeError) as error:
+        missing = "no " if isinstance(error, KeyError) else ""
+        raise ValueError(f"out: {path} is of another version or damaged: {missing}{error}") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"traces: {path} is damaged: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"traces: {path} is damaged: expected an object")
