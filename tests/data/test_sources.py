@@ -111,9 +111,7 @@ def test_broken_files_are_named_with_their_place(tmp_path: Path, name: str, cont
 @pytest.mark.parametrize("name", ["rows.md", "rows.parquet.gz", "rows"])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("what")
-    with pytest.raises(
-        ValueError, match=r"files \(\.jsonl, .*, \.txt\) or a hub data set, got"
-    ):
+    with pytest.raises(ValueError, match=r"files \(\.jsonl, .*, \.txt\) or a hub data set, got"):
         read_rows(str(tmp_path / name))
 
 

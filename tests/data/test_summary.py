@@ -177,7 +177,8 @@ def test_the_record_is_json_with_the_same_numbers(folder: Path) -> None:
     found = summarise(folder)
     record = json.loads(json.dumps(found.to_record(), allow_nan=False))
     assert record["splits"]["test"] == found.splits["test"].numbers()
-    assert (record["finished"], record["source"], record["shards"]) == (True, "cascade", 12)
+    source = Traces.open(folder).manifest.plan.source
+    assert (record["finished"], record["source"], record["shards"]) == (True, source, 12)
 
 
 def test_an_unfinished_folder_is_summarised_as_far_as_it_goes(folder: Path) -> None:
