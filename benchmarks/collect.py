@@ -4,6 +4,7 @@ r"""What collecting traces costs beside the forward passes it needs, and whether
     python benchmarks/collect.py memory           # resident memory over a million positions
     python benchmarks/collect.py kills            # killed with -9 at twenty random moments, against an unbroken run
     python benchmarks/collect.py invariance       # the same rows with other batches, in float32 and bfloat16
+    python benchmarks/collect.py agreement        # rules replayed on logged runs against what they decided in them
     python benchmarks/collect.py throughput --drafter early-exit:22 --verifier embedded:smollm2-135m-instruct
 
 A bare pass is `model(input_ids).logits` under `torch.inference_mode`, over the very batches that collecting makes, and
@@ -37,13 +38,16 @@ import torch
 import transformers
 
 from speccascade.data.collect import collect
-from speccascade.data.config import CollectConfig
+from speccascade.data.config import CascadeConfig, CollectConfig
+from speccascade.data.decisions import agreement
 from speccascade.data.job import Job, prepare
 from speccascade.data.pairs import PairConfig
 from speccascade.data.prompts import PromptConfig
 from speccascade.data.scoring import make_batches
 from speccascade.data.shards import FLOAT_COLUMNS
+from speccascade.data.traces import Traces
 from speccascade.eval.provenance import describe_machine, describe_run
+from speccascade.router import rules
 
 
 def main() -> None:
@@ -292,11 +296,40 @@ def describe_gap(gap: np.ndarray[Any, Any]) -> dict[str, float]:
     return {"largest": float(gap.max()), "median": float(np.median(gap)), "99.9%": float(np.quantile(gap, 0.999))}
 
 
+def measure_agreement(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Positions of real runs, and at how many of them the rule decides from the trace as it did in the run."""
+    figures: dict[str, Any] = {}
+    for name, parameters in AGREEMENT_RULES.items():
+        for temperature in (0.0, 1.0):
+            cascade = CascadeConfig(rule=name, rule_options=parameters, gamma=4, max_new_tokens=32)
+            out = folder / f"{name}-{temperature}"
+            config = configure(options, out, source="cascade", cascade=cascade, temperature=temperature)
+            collect(replace(config, batch_tokens=CollectConfig.batch_tokens))
+            split = Traces.open(out).split("train")
+            assert split.deferred is not None
+            agreeing, positions = agreement(rules.get(name, **parameters), split)
+            deferral = float(split.deferred.float().mean())
+            figures[f"{name} T={temperature:g}"] = {"positions": positions, "agreeing": agreeing, "deferral": deferral}
+    return figures
+
+
+AGREEMENT_RULES: dict[str, dict[str, float]] = {
+    "chow": {"alpha": 0.4},
+    "diff": {"alpha": 0.1},
+    "opt": {"alpha": 0.2},
+    "verifier_gap": {"alpha": 0.3},
+    "token_v1": {"alpha": 0.3},
+    "token_v3": {"alpha": 0.5},
+    "greedyward": {"alpha": 0.2},
+    "lossy": {"alpha": 0.1},
+}
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "throughput": measure_throughput,
     "memory": measure_memory,
     "kills": measure_kills,
     "invariance": measure_invariance,
+    "agreement": measure_agreement,
 }
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ def prepare(config: CollectConfig, pair: Pair | None = None) -> Job:
         _tell_left_out(config, fallen)
     if skipped and talks:
         announce(f"Left out {skipped:,} prompts that do not fit into the context of {context:,} tokens")
+    if skipped and not examples:
+        raise ValueError(f"skip_long: expected a prompt that fits into the context of {context:,} tokens, none does")
     if not examples:
         raise ValueError(
             f"splits: expected prompts in {', '.join(config.splits)}, got none from {config.prompts.source}"

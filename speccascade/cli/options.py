@@ -238,8 +238,18 @@ def write_config(config: Any, directory: Path, name: str = "config.yaml") -> Pat
     """Write a resolved config into ``directory``; ``--config`` reads it back."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
-    path.write_text(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.dump(to_plain(config), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
     return path
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Quotes a text such as 1e3, which PyYAML takes for one, and the reader of ``--config`` for a number."""
+
+
+_PlainDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def to_plain(value: Any) -> Any:

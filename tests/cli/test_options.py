@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import jsonargparse
 import pytest
 import yaml
 
@@ -168,3 +169,12 @@ def test_leaves_of_nested_and_optional_dataclasses() -> None:
 
     globals()["Outer"] = Outer
     assert leaf_types(Outer) == {"inner.drafter": str, "inner.verifier": str, "number": int}
+
+
+@pytest.mark.parametrize("text", ["1e3", "-2E5", ".5e-3", "1.5", "yes", "null", "1_0", "plain text", "e3", "1e3 eggs"])
+def test_a_text_that_looks_like_something_else_is_read_back_as_text(text: str, tmp_path: Path) -> None:
+    path = write_config({"system": text}, tmp_path)
+    read = jsonargparse.ArgumentParser(exit_on_error=False)
+    read.add_argument("--config", action="config")
+    read.add_argument("--system", type=str)
+    assert read.parse_args([f"--config={path}"]).system == text

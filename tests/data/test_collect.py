@@ -388,6 +388,13 @@ def test_a_prompt_beyond_the_context_is_named_or_left_out(collect_config: Collec
     assert manifest.plan.examples == sum(length < max(lengths) for length in lengths)
 
 
+def test_where_no_prompt_fits_that_is_said(collect_config: CollectConfig) -> None:
+    pair = load_pair(collect_config.pair)
+    pair.verifier.config.max_position_embeddings = 3
+    with pytest.raises(ValueError, match="skip_long: expected a prompt that fits into the context of 3 tokens, none"):
+        collect(replace(collect_config, skip_long=True), pair)
+
+
 def test_max_tokens_cuts_references(collect_config: CollectConfig) -> None:
     collect(replace(collect_config, max_tokens=5))
     assert {len(rows) for rows in rows_by_prompt(collect_config.out).values()} == {5}
