@@ -248,11 +248,11 @@ def _clairvoyant(replay: Replay, loss: str) -> list[Outcome]:
 
 
 def _distances(areas: dict[str, tuple[float, Array]]) -> dict[str, dict[str, float]]:
-    """Distance of each frontier from the clairvoyant's, OPT's being 100."""
-    if "opt" not in areas:
-        return {}
+    """Distance of each frontier from the clairvoyant's, OPT's being 100; none where OPT leaves nothing to gain."""
     floor, floors = areas["clairvoyant"]
-    unit, units = areas["opt"]
+    unit, units = areas.get("opt", (floor, floors))
+    if unit == floor:
+        return {}
     return {
         name: _as_dict(interval(100 * (value - floor) / (unit - floor), 100 * (samples - floors) / (units - floors)))
         for name, (value, samples) in areas.items()

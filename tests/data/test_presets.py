@@ -133,7 +133,7 @@ def test_an_empty_prompt_is_named_by_row_and_column(tmp_path: Path, value: Any) 
 def test_half_a_character_is_named_before_a_tokenizer_trips_over_it(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x\\ud800", "reference": "r"}\n')
     with pytest.raises(
-        ValueError, match=r"prompt_column: expected whole characters .* got half of one, '\\ud800', in row 1"
+        ValueError, match=r"prompt_column: expected whole characters, got half of one, '\\ud800', in .* row 1 of"
     ):
         load_examples(PromptConfig(str(tmp_path / "rows.jsonl")))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from speccascade.eval.frontier import FrontierConfig, measure_frontiers
+from speccascade.eval.frontier import FrontierConfig, _distances, measure_frontiers
 from speccascade.eval.methods import Method, plug_in_methods
 from speccascade.eval.replay import Replay
 
@@ -146,3 +146,13 @@ def test_models_that_never_differ_are_refused(build_trace):
     replay = Replay(same, None)
     with pytest.raises(ValueError, match="the two models never differ"):
         measure_frontiers(plug_in_methods(["opt"]), replay, replay, FrontierConfig(losses=("sampled",)))
+
+
+def test_where_opt_leaves_nothing_to_gain_no_distance_is_stated() -> None:
+    same = (0.4, np.full(5, 0.4))
+    assert _distances({"opt": same, "clairvoyant": same, "chow": (0.5, np.full(5, 0.5))}) == {}
+    assert _distances({"clairvoyant": same, "chow": same}) == {}
+    better = (0.3, np.full(5, 0.3))
+    assert _distances({"opt": same, "clairvoyant": better, "chow": (0.5, np.full(5, 0.5))})["chow"][
+        "value"
+    ] == pytest.approx(200)
