@@ -31,10 +31,25 @@ def second_largest(scores: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]
 
 
 def find_largest(scores: Float[Tensor, "N V"], count: int) -> tuple[Float[Tensor, "N count"], Int[Tensor, "N count"]]:
-    """Return the `count` largest scores in falling order and their positions; which of equals come last is left open.
+    """Return the `count` largest scores in falling order and their positions.
 
-    On a CPU only the blocks with the largest maxima are searched, since no other can hold one of them.
+    The first is the argmax, the lowest of its equals; which other equals are there, and in what order, is left open.
     """
+    values, places = _search_largest(scores, min(max(count, 2), scores.shape[-1]))
+    tied = (values[:, :1] == values[:, 1:2]).any(dim=-1)
+    if bool(tied.any()):
+        best, rows = find_argmax(scores[tied]), places[tied]
+        own = (rows == best.unsqueeze(1)).long().argmax(dim=1, keepdim=True)  # 0, the place of an equal, where it lacks
+        rows.scatter_(1, own, rows[:, :1].clone())
+        rows[:, 0] = best
+        places[tied] = rows
+    return values[:, :count], places[:, :count]
+
+
+def _search_largest(
+    scores: Float[Tensor, "N V"], count: int
+) -> tuple[Float[Tensor, "N count"], Int[Tensor, "N count"]]:
+    """The largest scores; on a CPU only the blocks with the largest maxima are searched, as no other can hold one."""
     blocks = scores.shape[-1] // _SMALL_BLOCK
     if not _worth_blocks(scores) or blocks < 4 * count:
         found = scores.topk(count, dim=-1)

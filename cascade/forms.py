@@ -165,25 +165,12 @@ class Whole(Distribution):
             return self._top
         flat = self._probs.reshape(-1, self._probs.shape[-1])
         values, tokens = find_largest(flat, count)
-        tied = values[:, 0] == values[:, 1]
-        if bool(tied.any()):
-            self._lead_with_argmax(flat, tokens, tied)
         shape = (*self.shape, count)
         values, tokens = values.view(shape), tokens.view(shape)
         known = {"maximum": values[..., 0], "argmax": tokens[..., 0], "margin": values[..., 0] - values[..., 1]}
         vars(self).update(known)
         self._top = values, tokens
         return self._top
-
-    @staticmethod
-    def _lead_with_argmax(flat: Float[Tensor, "N V"], tokens: Int[Tensor, "N K"], tied: Tensor) -> None:
-        """Put the lowest of the largest first: in its own place if it is there, else in that of an equal."""
-        best = find_argmax(flat[tied])
-        rows = tokens[tied]
-        places = (rows == best.unsqueeze(1)).long().argmax(dim=1, keepdim=True)  # 0 where it is missing
-        rows.scatter_(1, places, rows[:, :1].clone())
-        rows[:, 0] = best
-        tokens[tied] = rows
 
     def first(self, length: int) -> "Whole":
         """Return the first positions of a ``[B, T]`` distribution."""

@@ -307,12 +307,7 @@ def _top_ids(confidence: Distribution, top_k: int, take: _Take) -> Tensor:
         return take(_top_of(confidence, count))
     # Logits are ordered as their probabilities are, and need no second table.
     scores = take(confidence.logits if isinstance(confidence, FromLogits) else confidence.dense)
-    argmax = take(confidence.argmax).unsqueeze(-1)
-    ids = find_largest(scores, count)[1]
-    # Equals come in any order, and may leave out the lowest of them, which is the argmax.
-    missed = (ids != argmax).all(dim=-1)
-    ids[:, -1] = torch.where(missed, argmax[:, 0], ids[:, -1])
-    return ids
+    return find_largest(scores, count)[1]
 
 
 def _top_of(confidence: Whole, count: int) -> Tensor:
