@@ -15,12 +15,13 @@ from .config import CollectConfig
 from .estimate import Estimate, confirm
 from .folders import folder_lock, sole_writer, write_text
 from .job import Advance, prepare
+from .manifest import MANIFEST, Manifest, TracePlan, record_shards
 from .pairs import Pair
 from .plan import adopt_plan
 from .progress import Progress, announce
 from .shards import check_shard, shard_name
 from .summary import describe
-from .traces import MANIFEST, Manifest, TracePlan, Traces, record_shards
+from .traces import Traces, find_finished
 from .workers import Worker, current_worker
 
 __all__ = ["collect"]
@@ -48,10 +49,10 @@ def collect(config: CollectConfig, pair: Pair | None = None) -> Manifest | None:
     with sole_writer(out, worker.rank, worker.count):
         crew = _gather_crew(config, pair)
         adopt_plan(out, crew.plan)
-        manifest = _complete_manifest(out)
-        if manifest is not None:
-            announce(f"Traces in {out} are complete: {manifest.rows:,} positions")
-            return manifest
+        finished = find_finished(out)
+        if finished is not None:
+            announce(f"Traces in {out} are complete: {finished.rows:,} positions")
+            return finished
         _refuse_foreign_shards(out, len(crew.sizes))
         _write_shards(config, crew, worker)
         with folder_lock(out):
@@ -93,13 +94,6 @@ def _gather_crew(config: CollectConfig, pair: Pair | None) -> Crew:
     from .ray_workers import RayCrew  # Ray is optional, and large
 
     return RayCrew(config)
-
-
-def _complete_manifest(out: Path) -> Manifest | None:
-    """The manifest, if it vouches for files that are all there; every one of them is checked."""
-    if (out / MANIFEST).is_file() and all((out / shard.file).is_file() for shard in Manifest.read(out).shards):
-        return Traces.open(out).manifest
-    return None
 
 
 def _refuse_foreign_shards(out: Path, shards: int) -> None:

@@ -18,13 +18,13 @@ from .cascaded import log_cascade
 from .config import CollectConfig
 from .encoding import EncodedExample, encode_examples
 from .estimate import Estimate
+from .manifest import TracePlan
 from .pairs import Pair, load_pair
 from .plan import make_plan
 from .progress import announce
 from .prompts import Example, read_examples, split_of
 from .shards import measure_shard, shard_name, write_shard
 from .teacher_forced import log_teacher_forced
-from .traces import TracePlan
 from .workers import current_worker
 
 __all__ = ["Advance", "Job", "prepare"]

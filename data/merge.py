@@ -21,11 +21,12 @@ import pyarrow.parquet as pq
 
 from .. import __version__
 from .folders import sole_writer, write_text
+from .manifest import MANIFEST, Manifest, Origin, TracePlan, record_shards
 from .plan import adopt_plan, flatten
 from .progress import Progress, announce
 from .shards import check_shard, read_rows, shard_name, write_shard
 from .summary import describe
-from .traces import MANIFEST, Manifest, Origin, TracePlan, Traces, record_shards
+from .traces import Traces, find_finished
 
 __all__ = ["merge"]
 
@@ -89,10 +90,10 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Manifest:
     plan = _merge_plans([traces.manifest for traces in sets], pieces)
     with sole_writer(target):
         adopt_plan(target, plan)
-        if (target / MANIFEST).is_file() and all((target / s.file).is_file() for s in Manifest.read(target).shards):
-            manifest = Traces.open(target).manifest
-            announce(f"Traces in {target} are complete: {manifest.rows:,} positions")
-            return manifest
+        finished = find_finished(target)
+        if finished is not None:
+            announce(f"Traces in {target} are complete: {finished.rows:,} positions")
+            return finished
         parts = [part for traces in sets for part in traces.manifest.parts]
         manifest = _write_pieces(pieces, parts, plan, target)
     announce(describe(Traces.open(target, check=False)))

@@ -14,9 +14,9 @@ from ..router.bundle import bundle_digest
 from .config import CollectConfig
 from .encoding import EncodedExample, end_token_ids
 from .folders import folder_lock, write_text
+from .manifest import PLAN, TracePlan, read_plan
 from .pairs import Pair
 from .shards import SCHEMA_VERSION
-from .traces import PLAN, TracePlan, read_plan
 
 __all__ = ["adopt_plan", "flatten", "make_plan"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from .config import CollectConfig
 from .estimate import Estimate
 from .job import Advance, Job, prepare
-from .traces import TracePlan
+from .manifest import TracePlan
 
 __all__ = ["RayCrew"]
 

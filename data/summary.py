@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from .calibration import BINS, calibration_sums, error_of_sums
+from .manifest import MANIFEST, PLAN, TracePlan, read_plan
 from .shards import check_shard
-from .traces import MANIFEST, PLAN, TracePlan, Traces, read_plan
+from .traces import Traces
 
 __all__ = ["HISTOGRAMS", "SplitTotals", "TraceSummary", "describe", "plain_lines", "summarise", "tabulate"]
 

@@ -23,11 +23,12 @@ from ..cascade.distributions import Sampling
 from ..cascade.engine import SpeculativeCascade
 from ..cascade.single import SingleModel
 from ..data.encoding import encode_example, end_token_ids
+from ..data.manifest import Manifest
 from ..data.pairs import Pair, load_pair
 from ..data.progress import Progress, announce
 from ..data.prompts import Example, load_examples
 from ..data.scorers import find_scorer
-from ..data.traces import Manifest, Traces
+from ..data.traces import Traces
 from ..router.bundle import bundle_digest
 from .config import EvaluateConfig
 from .journal import Journal

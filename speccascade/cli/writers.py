@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,7 @@ def _make_model(config: GenerateConfig, pair: Pair, router: LearnedRouter | None
     if config.alone == "verifier":
         return SingleModel(pair.verifier, vocab_size=pair.vocab_size)
     if router is not None:
-        identity = pair.identity
-        router.check_pair(
-            vocabulary_fingerprint=identity.vocabulary_fingerprint,
-            drafter=identity.drafter,
-            verifier=identity.verifier,
-            drafter_digest=identity.drafter_digest,
-            verifier_digest=identity.verifier_digest,
-        )
+        router.check_pair(**asdict(pair.identity))
         rule: Any = router
     else:
         rule = rules.get(str(config.rule), **rule_parameters(config))

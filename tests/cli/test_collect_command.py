@@ -14,8 +14,9 @@ from speccascade.cli import main
 from speccascade.cli.options import CommandLine
 from speccascade.cli.trace_table import show_summary
 from speccascade.data.config import CollectConfig
+from speccascade.data.manifest import Manifest
 from speccascade.data.summary import summarise
-from speccascade.data.traces import Manifest, Traces
+from speccascade.data.traces import Traces
 
 
 def collect_into(out: Path, pair_folders: tuple[Path, Path], topic: str) -> Path:

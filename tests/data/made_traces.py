@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from speccascade.data.folders import write_text
+from speccascade.data.manifest import TracePlan, record_shards
 from speccascade.data.prompts import split_of
 from speccascade.data.shards import (
     CASCADE_COLUMNS,
@@ -20,7 +21,7 @@ from speccascade.data.shards import (
     shard_name,
     write_shard,
 )
-from speccascade.data.traces import TracePlan, Traces, record_shards
+from speccascade.data.traces import Traces
 
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 

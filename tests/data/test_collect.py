@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import multiprocessing
-import os
 import random
 import re
 import shutil
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,15 @@ import torch
 from speccascade.cascade.distributions import Sampling, logits_to_probs
 from speccascade.cascade.statistics import STAT_FIELDS, Stats
 from speccascade.data import collect as collector
-from speccascade.data import job, plan, shards
+from speccascade.data import job, plan
 from speccascade.data.collect import collect
 from speccascade.data.config import CollectConfig
 from speccascade.data.encoding import encode_example
 from speccascade.data.pairs import load_pair
 from speccascade.data.prompts import load_examples, split_of
 from speccascade.data.traces import Traces
+
+from .kills import run_and_die, run_until_killed
 
 BFLOAT16_TOLERANCE = 0.05
 CONTINUOUS = ("draft_max", "verifier_max", "draft_margin", "verifier_margin", "tv", "tv_raw", "q_label", "p_label")
@@ -158,10 +159,6 @@ def test_a_second_run_changes_nothing(collect_config: CollectConfig) -> None:
     assert digests(collect_config.out) == before
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 KILL_POINTS = {
     "the plan is written": (plan, "write_text", 1, "after"),
     "the first shard is scored": (job, "write_shard", 1, "before"),
@@ -174,41 +171,14 @@ KILL_POINTS = {
 }
 
 
-def collect_and_die(config: CollectConfig, module: Any, name: str, count: int, when: str) -> None:
-    """Runs in a process of its own: kills it at the `count`-th call of a function of a module."""
-    original, calls = getattr(module, name), itertools.count(1)
-
-    def patched(*arguments: Any, **named: Any) -> Any:
-        if next(calls) != count:
-            return original(*arguments, **named)
-        if when == "before":
-            die()
-        if when == "half":
-            shards.pq.write_table = lambda table, file, **_: (file.write(b"PAR1 half"), file.flush(), die())
-        result = original(*arguments, **named)
-        die()
-        return result
-
-    setattr(module, name, patched)
-    collect(config)
-
-
-def run_until_killed(target: Any, *arguments: Any, delay: float | None = None) -> int | None:
-    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
-    process.start()
-    if delay is not None:
-        time.sleep(delay)
-        process.kill()
-    process.join()
-    return process.exitcode
-
-
 def test_killed_anywhere_and_resumed_it_ends_byte_identical(collect_config: CollectConfig, tmp_path: Path) -> None:
     collect(collect_config)
     unbroken = digests(collect_config.out)
     broken = replace(collect_config, out=str(tmp_path / "broken"))
     for point, kill in KILL_POINTS.items():
-        assert run_until_killed(collect_and_die, broken, *kill) == -signal.SIGKILL, f"not killed when {point}"
+        assert run_until_killed(run_and_die, partial(collect, broken), *kill) == -signal.SIGKILL, (
+            f"not killed when {point}"
+        )
     collect(broken)
     assert digests(broken.out) == unbroken
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ import pytest
 import torch
 
 from speccascade.data import merge as merger
-from speccascade.data import shards
+from speccascade.data.manifest import Manifest
 from speccascade.data.merge import merge
 from speccascade.data.prompts import split_of
-from speccascade.data.traces import Manifest, Traces
+from speccascade.data.traces import Traces
 
+from .kills import run_and_die, run_until_killed
 from .made_traces import make_traces
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -170,10 +170,6 @@ def test_the_bytes_depend_on_the_inputs_alone(maths: Path, code: Path, tmp_path:
     assert digests(tmp_path / "three") == before
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 KILL_POINTS = {
     "the plan is written": ("adopt_plan", 1, "after"),
     "the first shard is half written": ("write_shard", 1, "half"),
@@ -185,34 +181,11 @@ KILL_POINTS = {
 }
 
 
-def merge_and_die(folders: list[Path], out: Path, name: str, count: int, when: str) -> None:
-    """Runs in a process of its own: kills it at the `count`-th call of a function of the module."""
-    original, calls = getattr(merger, name), itertools.count(1)
-
-    def patched(*arguments: Any, **named: Any) -> Any:
-        if next(calls) != count:
-            return original(*arguments, **named)
-        if when == "before":
-            die()
-        if when == "half":
-            shards.pq.write_table = lambda table, file, **_: (file.write(b"PAR1 half"), file.flush(), die())
-        result = original(*arguments, **named)
-        die()
-        return result
-
-    setattr(merger, name, patched)
-    merge(folders, out)
-
-
 def test_killed_anywhere_and_run_again_it_ends_byte_identical(maths: Path, code: Path, tmp_path: Path) -> None:
     merge([maths, code], tmp_path / "unbroken")
+    again = partial(merge, [maths, code], tmp_path / "broken")
     for point, kill in KILL_POINTS.items():
-        process = multiprocessing.get_context("fork").Process(
-            target=merge_and_die, args=([maths, code], tmp_path / "broken", *kill)
-        )
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, f"not killed when {point}"
+        assert run_until_killed(run_and_die, again, merger, *kill) == -signal.SIGKILL, f"not killed when {point}"
     merge([maths, code], tmp_path / "broken")
     assert digests(tmp_path / "broken") == digests(tmp_path / "unbroken")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from speccascade.cascade.statistics import STAT_FIELDS, Stats
+from speccascade.data.manifest import Manifest, Shard, TracePlan
 from speccascade.data.shards import SCHEMA_VERSION, write_shard
-from speccascade.data.traces import Manifest, Shard, TracePlan
 
 VOCABULARY = 24
 SPLITS = {"train": 0.6, "validation": 0.2, "test": 0.2}
