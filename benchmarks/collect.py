@@ -245,7 +245,7 @@ def measure_kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds of the unbroken run": whole,
         "kills": len(moments),
         "moments in seconds, and shards finished by then": moments,
-        "runs that ended before their moment": finished + 1,
+        "runs that ended before their moment": finished,
         "identical": True,
     }
 
@@ -288,12 +288,17 @@ def compare_tables(one: Sequence[Any], two: Sequence[Any]) -> dict[str, Any]:
         "positions": len(join(one, "label")),
         "same labels": bool((join(one, "label") == join(two, "label")).all()),
         "share of other drafter argmaxes": float((join(one, "token") != join(two, "token")).mean()),
-        "columns": {name: describe_gap(gap) for name, gap in differences.items()},
+        "columns": {name: describe_gap(gap, join(one, name)) for name, gap in differences.items()},
     }
 
 
-def describe_gap(gap: np.ndarray[Any, Any]) -> dict[str, float]:
-    return {"largest": float(gap.max()), "median": float(np.median(gap)), "99.9%": float(np.quantile(gap, 0.999))}
+def describe_gap(gap: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> dict[str, float]:
+    return {
+        "largest": float(gap.max()),
+        "largest, relative above one": float((gap / np.maximum(np.abs(values), 1)).max()),
+        "median": float(np.median(gap)),
+        "99.9%": float(np.quantile(gap, 0.999)),
+    }
 
 
 def measure_agreement(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
