@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .checks import check_choice
+from .examples import Examples
 from .features import FEATURE_SETS, feature_index
 
 __all__ = ["ESTIMATORS", "HEAD_KINDS", "LOSSES", "RouterHead", "make_head"]
@@ -93,20 +94,13 @@ class RouterHead(nn.Module):
             raise ValueError(f"confidences: expected a head with estimator 'two_confidence', got {self.estimator!r}")
         return self._confidence_logits(features).sigmoid()
 
-    def loss(
-        self, features: Float[Tensor, "N F"], correctness: Tensor, weight: Tensor | None = None
-    ) -> Float[Tensor, ""]:
+    def loss(self, examples: Examples) -> Float[Tensor, ""]:
         """Training loss, averaged over positions and losses: squared for ``gap``, cross-entropy for ``two_confidence``.
-
-        Args:
-            features: ``[N, F]``, as ``build_features`` returns them.
-            correctness: ``[N, 2, 2]``, one minus the loss of each model at the label. Row 0 (zero_one): 1[label =
-                argmax q°] and 1[label = argmax p°]. Row 1 (sampled): q(label) and p(label).
-            weight: ``[N]``, positive importance of each position; all equal by default.
 
         Raises:
             ValueError: shapes that do not fit.
         """
+        features, correctness, weight = examples.features, examples.correctness, examples.weight
         if correctness.shape != (len(features), len(LOSSES), 2):
             expected = [len(features), len(LOSSES), 2]
             raise ValueError(f"correctness: expected shape {expected}, got {list(correctness.shape)}")

@@ -1,6 +1,6 @@
 """Traces to batches: features and correctness in memory once, served as permuted slices.
 
-A batch is `(features [N, F], correctness [N, 2, 2], tv [N])`. Rows are never collated one by one: a slice of a
+A batch is `Examples`. Rows are never collated one by one: a slice of a
 permutation is a batch, which is several hundred thousand rows a second where row-wise loaders give a few ten thousand.
 Splits are those of the traces, made by prompt; a prompt that stands in two of them is refused.
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.traces import Traces
+from ..router.examples import Examples
 from ..router.features import build_features
 
-__all__ = ["Slices", "TraceBatch", "TraceDataModule", "TraceTensors", "load_split"]
-
-TraceBatch = tuple[Tensor, Tensor, Tensor]
+__all__ = ["Slices", "TraceDataModule", "TraceTensors", "load_split"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,11 @@ class TraceTensors:
     def __len__(self) -> int:
         return len(self.tv)
 
+    @property
+    def examples(self) -> Examples:
+        """All positions, as heads learn from them."""
+        return Examples(self.features, self.correctness, self.tv)
+
 
 def load_split(traces: Traces, split: str, feature_set: str) -> TraceTensors:
     """Read a split of the traces and build its features.
@@ -61,7 +65,7 @@ def load_split(traces: Traces, split: str, feature_set: str) -> TraceTensors:
     )
 
 
-class Slices(IterableDataset[TraceBatch]):
+class Slices(IterableDataset[Examples]):
     """Batches of one split; shuffled anew each epoch, from the seed, if `shuffle`.
 
     With several processes each takes every n-th batch, and all take equally many.
@@ -75,7 +79,7 @@ class Slices(IterableDataset[TraceBatch]):
         batches = -(-len(self.tensors) // self.batch_size)
         return max(batches // _world_size(), 1)
 
-    def __iter__(self) -> Iterator[TraceBatch]:
+    def __iter__(self) -> Iterator[Examples]:
         data = self.tensors
         order = torch.arange(len(data))
         if self.shuffle:
@@ -84,7 +88,7 @@ class Slices(IterableDataset[TraceBatch]):
         chunks = order.split(self.batch_size)
         for turn in range(len(self)):
             rows = chunks[(turn * _world_size() + _rank()) % len(chunks)]
-            yield data.features[rows], data.correctness[rows], data.tv[rows]
+            yield Examples(data.features[rows], data.correctness[rows], data.tv[rows])
 
 
 class TraceDataModule(pl.LightningDataModule):
@@ -146,12 +150,12 @@ class TraceDataModule(pl.LightningDataModule):
         spread = torch.where(known, features - mean, 0.0).square().sum(dim=0) / counts
         return mean.float(), spread.sqrt().float()
 
-    def train_dataloader(self) -> DataLoader[TraceBatch]:
+    def train_dataloader(self) -> DataLoader[Examples]:
         """Shuffled training batches."""
         assert self.train is not None, "setup comes first"
         return DataLoader(Slices(self.train, self.batch_size, shuffle=True, seed=self.seed), batch_size=None)
 
-    def val_dataloader(self) -> DataLoader[TraceBatch]:
+    def val_dataloader(self) -> DataLoader[Examples]:
         """Validation batches in order."""
         assert self.validation is not None, "setup comes first"
         return DataLoader(Slices(self.validation, 1 << 16, shuffle=False), batch_size=None)

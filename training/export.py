@@ -116,7 +116,7 @@ def _figures(
     """Held-out figures for the card; quality at lossless decoding is that of the row with most rejections."""
     with torch.inference_mode():
         gap = head.eval()(held_out.features)
-        figures = {"validation_loss": float(head.loss(held_out.features, held_out.correctness))}
+        figures = {"validation_loss": float(head.loss(held_out.examples))}
     for column, loss in enumerate(LOSSES):
         wrong = 1 - held_out.correctness[:, column]
         figures[f"validation_frontier_area_{loss}"] = frontier_area(

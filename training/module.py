@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torchmetrics.classification import BinaryAUROC
 
+from ..router.examples import Examples
 from ..router.heads import LOSSES, make_head
-from .datamodule import TraceBatch, TraceDataModule
+from .datamodule import TraceDataModule
 from .metrics import CalibrationError, FrontierArea
 
 __all__ = ["RouterModule"]
@@ -66,17 +67,16 @@ class RouterModule(pl.LightningModule):
         gap: Tensor = self.head(features)
         return gap
 
-    def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
+    def training_step(self, batch: Examples, batch_index: int) -> Tensor:
         """Loss of one batch."""
-        features, correctness, _ = batch
-        loss: Tensor = self.head.loss(features, correctness)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(features))
+        loss: Tensor = self.head.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.tv))
         return loss
 
-    def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
+    def validation_step(self, batch: Examples, batch_index: int) -> None:
         """Collect what the epoch's metrics need."""
-        features, correctness, tv = batch
-        self.log("val_loss", self.head.loss(features, correctness), batch_size=len(features))
+        features, correctness, tv = batch.features, batch.correctness, batch.tv
+        self.log("val_loss", self.head.loss(batch), batch_size=len(tv))
         gap = self.head(features)
         for column, loss in enumerate(LOSSES):
             right_q, right_p = correctness[:, column, 0], correctness[:, column, 1]

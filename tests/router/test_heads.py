@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from speccascade.cascade import Stats
+from speccascade.router.examples import Examples
 from speccascade.router.features import FEATURE_SETS, build_features, feature_index
 from speccascade.router.heads import ESTIMATORS, HEAD_KINDS, LOSSES, RouterHead, make_head
 
@@ -14,6 +15,10 @@ AGREE = feature_index("verified", "argmax_agree")
 
 def features_of(stats: Stats, feature_set: str = "verified") -> Tensor:
     return build_features(stats, feature_set).flatten(end_dim=-2)
+
+
+def label(features: Tensor, correctness: Tensor, weight: Tensor | None = None) -> Examples:
+    return Examples(features, correctness, torch.ones(len(features)), weight)
 
 
 @pytest.mark.parametrize("feature_set", FEATURE_SETS)
@@ -105,7 +110,7 @@ def test_training_recovers_the_expected_gap(kind: str, estimator: str) -> None:
     optimiser = torch.optim.Adam(head.parameters(), lr=0.02)
     for _ in range(150):
         optimiser.zero_grad()
-        head.loss(features, correctness).backward()
+        head.loss(label(features, correctness)).backward()
         optimiser.step()
     error = (head(features) - (verifier_right - draft_right).unsqueeze(-1)).square().mean(dim=0).sqrt()
     assert error[0] < 0.06 and error[1] < 0.04, f"root mean square error of the gaps: {error.tolist()}"
@@ -116,8 +121,12 @@ def test_weights_count_positions(estimator: str, weighted_head: Callable[..., Ro
     head = weighted_head(estimator=estimator)
     features, correctness = torch.randn(6, head.width), torch.rand(6, 2, 2)
     weight = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(head.loss(features, correctness, weight), head.loss(features[:3], correctness[:3]))
-    torch.testing.assert_close(head.loss(features, correctness, torch.ones(6)), head.loss(features, correctness))
+    torch.testing.assert_close(
+        head.loss(label(features, correctness, weight)), head.loss(label(features[:3], correctness[:3]))
+    )
+    torch.testing.assert_close(
+        head.loss(label(features, correctness, torch.ones(6))), head.loss(label(features, correctness))
+    )
 
 
 def test_normalisation_is_part_of_the_graph() -> None:
@@ -162,6 +171,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(arguments: dict, message: 
 def test_correctness_of_another_shape_is_refused(weighted_head: Callable[..., RouterHead]) -> None:
     head = weighted_head()
     with pytest.raises(ValueError, match=r"correctness: expected shape \[3, 2, 2\], got \[4, 2, 2\]"):
-        head.loss(torch.zeros(3, head.width), torch.zeros(4, 2, 2))
+        head.loss(label(torch.zeros(3, head.width), torch.zeros(4, 2, 2)))
     with pytest.raises(ValueError, match=r"weight: expected shape \[3\], got \[2\]"):
-        head.loss(torch.zeros(3, head.width), torch.zeros(3, 2, 2), torch.ones(2))
+        head.loss(label(torch.zeros(3, head.width), torch.zeros(3, 2, 2), torch.ones(2)))

@@ -57,7 +57,7 @@ def test_rows_keep_their_labels(data: TraceDataModule) -> None:
     """In every batch the gap of a row is the gap of the same row of the split."""
     assert data.train is not None
     known = {tuple(row.tolist()): value for row, value in zip(data.train.features, data.train.correctness, strict=True)}
-    features, correctness, tv = next(iter(data.train_dataloader()))
+    features, correctness, tv, *_ = next(iter(data.train_dataloader()))
     assert all(torch.equal(known[tuple(row.tolist())], value) for row, value in zip(features, correctness, strict=True))
     assert torch.allclose(tv, features[:, 7]), "tv_raw is tv in traces at temperature 1"
 
