@@ -10,11 +10,12 @@ import platform
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import safetensors.torch
+from torch import Tensor
 
 from .. import __version__
 from .card import render_card
@@ -22,7 +23,8 @@ from .checks import check_choice
 from .config import RouterConfig
 from .export import OPSET, export_onnx
 from .features import FEATURE_SETS, schema_digest
-from .heads import LOSSES, RouterHead, make_head
+from .head_base import Signature
+from .heads import Head, build_head
 from .runtime import BACKENDS, HeadRuntime, OnnxHead, TorchHead
 
 __all__ = ["Bundle", "bundle_digest", "find_bundle", "load_bundle", "save_bundle", "write_bundle"]
@@ -37,19 +39,18 @@ class Bundle:
     config: RouterConfig
     files: Mapping[str, bytes]
 
-    def head(self) -> RouterHead:
+    def head(self) -> Head:
         """Rebuild the torch head.
 
         Raises:
             ValueError: the weights do not fit the head that the config describes.
         """
-        config = self.config
-        head = make_head(config.kind, config.estimator, config.feature_set, config.hidden)
+        head = build_head(self.config.head_spec)
         try:
             head.load_state_dict(safetensors.torch.load(self.files[WEIGHTS_FILE]))
         except Exception as error:  # safetensors and torch each raise their own class for a bad file
             reason = " ".join(str(error).split())
-            raise ValueError(f"{WEIGHTS_FILE}: expected the weights of a {config.kind} head: {reason}") from error
+            raise ValueError(f"{WEIGHTS_FILE}: expected the weights of a {head.kind} head: {reason}") from error
         return head.eval()
 
     def runtime(self, backend: str = "onnx") -> HeadRuntime:
@@ -62,16 +63,18 @@ class Bundle:
         if backend == "torch":
             return TorchHead(self.head())
         runtime = OnnxHead(self.files[ONNX_FILE])
-        stated = {"feature_schema": self.config.feature_schema, "estimator": self.config.estimator}
-        for key, value in stated.items():
+        config, spec = self.config, self.config.head_spec
+        stated = {"feature_schema": config.feature_schema, "kind": spec.kind, "estimator": spec.estimator}
+        for key, value in (stated | {"losses": ",".join(spec.losses)}).items():
             if runtime.metadata.get(key) != value:
                 raise ValueError(f"{ONNX_FILE}: expected {key} {value!r}, got {runtime.metadata.get(key)!r}")
-        if runtime.width != len(self.config.features):
-            raise ValueError(f"{ONNX_FILE}: expected {len(self.config.features)} features, got {runtime.width}")
+        expected = build_head(spec).signature
+        if _fixed(runtime.signature) != _fixed(expected):
+            raise ValueError(f"{ONNX_FILE}: expected {expected}, got {runtime.signature}")
         return runtime
 
 
-def save_bundle(directory: str | os.PathLike[str], head: RouterHead, config: RouterConfig) -> RouterConfig:
+def save_bundle(directory: str | os.PathLike[str], head: Head, config: RouterConfig) -> RouterConfig:
     """Export ``head`` and write its bundle; return the config as written, with what the head and the code know.
 
     The config goes last, so that an interrupted write leaves a folder that ``load_bundle`` refuses, never a mixture
@@ -84,17 +87,13 @@ def save_bundle(directory: str | os.PathLike[str], head: RouterHead, config: Rou
         exported = Path(scratch) / ONNX_FILE
         export_onnx(head, exported)
         onnx_content = exported.read_bytes()
-    weights = {name: values.detach().float().cpu().contiguous() for name, values in head.state_dict().items()}
+    weights = {name: _stored(values) for name, values in head.state_dict().items()}
     files = {ONNX_FILE: onnx_content, WEIGHTS_FILE: safetensors.torch.save(weights)}
     complete = replace(
         config,
-        kind=head.kind,
-        estimator=head.estimator,
-        hidden=head.hidden,
-        feature_set=head.feature_set,
+        **asdict(head.spec),
         features=FEATURE_SETS[head.feature_set],
         feature_schema=schema_digest(head.feature_set),
-        losses=LOSSES,
         opset=OPSET,
         versions=_versions(),
         files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
@@ -138,8 +137,7 @@ def load_bundle(directory: str | os.PathLike[str]) -> Bundle:
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError(f"{name}: its content does not fit the digest in {CONFIG_FILE}: changed or damaged")
         files[name] = content
-    if config.losses != LOSSES:
-        raise ValueError(f"losses: expected {LOSSES}, got {config.losses}")
+    build_head(config.head_spec)
     config.check_features()
     return Bundle(config, files)
 
@@ -182,6 +180,19 @@ def _read(folder: Path, name: str) -> bytes:
     if not path.is_file():
         raise FileNotFoundError(f"{name}: missing from the router at {str(folder)!r}")
     return path.read_bytes()
+
+
+def _stored(values: Tensor) -> Tensor:
+    values = values.detach().cpu().contiguous()
+    return values.float() if values.is_floating_point() else values
+
+
+def _fixed(signature: Signature) -> list[list[tuple[str, list[int | None]]]]:
+    """A signature without the names of its free axes, which exporters choose as they like."""
+    return [
+        [(name, [axis if isinstance(axis, int) else None for axis in shape]) for name, shape in values.items()]
+        for values in signature
+    ]
 
 
 def _versions() -> dict[str, str]:

@@ -65,7 +65,7 @@ def _facts(config: RouterConfig) -> str:
         ("Losses", ", ".join(f"`{loss}`" for loss in config.losses)),
         ("Vocabulary", f"`{config.vocabulary_fingerprint[:12] or 'unknown'}`"),
         ("Traces", f"`{config.trace_digest[:12] or 'unknown'}`"),
-        ("ONNX", f"opset {config.opset}, one file, float32, dynamic batch"),
+        ("ONNX", f"opset {config.opset}, one file, {'int8 weights' if config.int8 else 'float32'}, dynamic batch"),
         ("Made by", ", ".join(f"{name} {version}" for name, version in config.versions.items())),
     ]
     return "## Facts\n\n" + _table(("", ""), rows)

@@ -13,11 +13,11 @@ from typing import Any
 
 from .checks import check_choice, nearest
 from .features import FEATURE_SETS, schema_digest
-from .heads import ESTIMATORS, HEAD_KINDS, LOSSES
+from .heads import ESTIMATORS, HEAD_KINDS, HeadSpec
 
 __all__ = ["ALPHA_MEANING", "CALIBRATION_KEYS", "SCHEMA_VERSION", "CalibrationRow", "RouterConfig"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 CALIBRATION_KEYS = ("greedy", "sampled")
 
@@ -91,7 +91,9 @@ class RouterConfig:
     feature_set: str = "verified"
     features: tuple[str, ...] = ()
     feature_schema: str = ""
-    losses: tuple[str, ...] = LOSSES
+    losses: tuple[str, ...] = ("zero_one", "sampled")
+    context: int = 0
+    int8: bool = False
     alpha_meaning: str = ALPHA_MEANING
     opset: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +106,15 @@ class RouterConfig:
         check_choice("estimator", self.estimator, ESTIMATORS)
         for key in self.calibration:
             check_choice("calibration", key, CALIBRATION_KEYS)
+
+    @property
+    def head_spec(self) -> HeadSpec:
+        """What builds the head.
+
+        Raises:
+            ValueError: no head is described.
+        """
+        return HeadSpec(self.kind, self.estimator, self.feature_set, self.hidden, self.losses, self.context)
 
     def check_features(self) -> None:
         """Compare the feature schema with the one of this code.
@@ -149,13 +160,22 @@ class RouterConfig:
         if not isinstance(content, dict):
             raise ValueError(f"router_config.json: expected an object, got {type(content).__name__}")
         if content.get("schema_version") != SCHEMA_VERSION:
-            came = content.get("schema_version")
-            raise ValueError(f"router_config.json: expected schema_version {SCHEMA_VERSION}, got {came!r}")
+            raise ValueError(_other_schema(content))
         digest = content.pop("digest", None)
         _check_keys(content)
         if digest != _digest(content):
             raise ValueError("router_config.json: its content does not fit its digest: edited or damaged")
         return cls(**content | _records(content))
+
+
+def _other_schema(content: Mapping[str, Any]) -> str:
+    came, versions = content.get("schema_version"), content.get("versions")
+    writer = versions.get("speccascade", "unknown") if isinstance(versions, dict) else "unknown"
+    advice = "; export it again from its checkpoint, or train anew" if came == 1 else ""
+    return (
+        f"router_config.json: expected schema_version {SCHEMA_VERSION}, got {came!r} "
+        f"(written by speccascade {writer}){advice}"
+    )
 
 
 def _refuse_constant(name: str) -> None:
@@ -205,6 +225,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "hidden": (list,),
     "features": (list,),
     "losses": (list,),
+    "context": (int,),
+    "int8": (bool,),
     "opset": (int,),
     "versions": (dict,),
     "files": (dict,),
@@ -223,6 +245,6 @@ def _check_keys(content: Mapping[str, Any]) -> None:
         raise ValueError(f"router_config.json: missing key {missing[0]!r}")
     for key, value in content.items():
         expected = _JSON_TYPES.get(key, (str,))
-        if not isinstance(value, expected) or isinstance(value, bool):
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
             names = " or ".join(kind.__name__ for kind in expected)
             raise ValueError(f"router_config.json: expected {key!r} to be of type {names}, got {value!r}")

@@ -32,19 +32,25 @@ LOSS_CHOICES = ("auto", *LOSSES)
 
 
 class _GapMemory:
-    """The head, asked once for each record of statistics: π, the decision and every α of a sweep share its answer."""
+    """The head, asked once for each record of statistics: π, the decision and every α of a sweep share its answer.
+
+    A head that reads α is asked once for each α in turn.
+    """
 
     def __init__(self, runtime: HeadRuntime, feature_set: str) -> None:
         self.runtime, self.feature_set = runtime, feature_set
-        self._gaps: WeakKeyDictionary[Stats, Tensor] = WeakKeyDictionary()
+        self._gaps: WeakKeyDictionary[Stats, tuple[float | None, Tensor]] = WeakKeyDictionary()
 
-    def __call__(self, stats: Stats) -> Float[Tensor, "*batch 2"]:
-        gaps = self._gaps.get(stats)
-        if gaps is None:
-            features = build_features(stats, self.feature_set)
-            flat = features.reshape(-1, features.shape[-1])
-            gaps = self.runtime(flat).reshape(*features.shape[:-1], len(LOSSES))
-            self._gaps[stats] = gaps
+    def __call__(self, stats: Stats, alpha: float | None = None) -> Float[Tensor, "*batch G"]:
+        known = self._gaps.get(stats)
+        if known is not None and known[0] == alpha:
+            return known[1]
+        features = build_features(stats, self.feature_set)
+        flat = features.reshape(-1, features.shape[-1])
+        dial = () if alpha is None else (flat.new_full((len(flat),), alpha),)
+        outputs = self.runtime(flat, *dial)
+        gaps = outputs.reshape(*features.shape[:-1], outputs.shape[-1])
+        self._gaps[stats] = alpha, gaps
         return gaps
 
 
@@ -54,22 +60,31 @@ class LearnedRouter(PositionRule):
 
     Args:
         bundle: the checked files that it came from.
-        head: features to gaps, remembered per record of statistics.
+        head: features to gaps, remembered per record of statistics; a ``cost_sensitive`` head is told α too.
         alpha: the price of a rejection in units of quality, any finite number.
-        loss: which learned gap decides. ``auto`` takes ``zero_one`` at positions where both processed distributions
-            are one-hot (temperature 0) and ``sampled`` elsewhere.
+        loss: which learned gap decides, one of those that the bundle holds. ``auto`` takes ``zero_one`` at positions
+            where both processed distributions are one-hot (temperature 0) and ``sampled`` elsewhere; the only one,
+            where the bundle holds one.
 
+    A ``cost_sensitive`` head estimates no gap but the decision itself: defer where its margin is positive.
     Where q = p the choice changes nothing; such a position counts as deferred only if the gap is positive.
     """
 
     bundle: Bundle
-    head: Callable[[Stats], Tensor]
+    head: Callable[..., Tensor]
     alpha: float
     loss: str = "auto"
 
     def __post_init__(self) -> None:
         check_range("alpha", self.alpha, -float("inf"), float("inf"))
         check_choice("loss", self.loss, LOSS_CHOICES)
+        held = self.config.losses
+        if self.loss == "auto" and len(held) > 1 and not {"zero_one", "sampled"} <= set(held):
+            raise ValueError(
+                f"loss: 'auto' needs zero_one and sampled, this router learned {', '.join(held)}; name one"
+            )
+        if self.loss not in ("auto", *held):
+            raise ValueError(f"loss: expected one that this router learned, {', '.join(held)}; got {self.loss!r}")
 
     @classmethod
     def from_pretrained(
@@ -85,7 +100,7 @@ class LearnedRouter(PositionRule):
         Args:
             name: a folder that ``save_pretrained`` or ``speccascade export`` wrote, or a Hub id ``owner/name``.
             alpha: the price of a rejection; the bundle's own default if None.
-            loss: ``auto``, ``zero_one`` or ``sampled``.
+            loss: ``auto``, ``zero_one``, ``sampled`` or ``log``.
             backend: ``onnx`` (one CPU thread) or ``torch`` (on the device of the models).
             revision: branch, tag or commit on the Hub.
 
@@ -107,16 +122,25 @@ class LearnedRouter(PositionRule):
         """How tables call it: head kind and estimator."""
         return f"router-{self.config.kind}-{self.config.estimator}"
 
+    @property
+    def reads_alpha(self) -> bool:
+        """Whether the head decides by itself, being told α."""
+        return self.config.estimator == "cost_sensitive"
+
     def gap(self, stats: Stats) -> Float[Tensor, "*batch"]:
-        """Estimate how much likelier the verifier's token is right than the drafter's, under the loss in force."""
-        gaps = self.head(stats)
-        if self.loss != "auto":
-            return gaps[..., LOSSES.index(self.loss)]
-        one_hot = (stats.draft_max_processed == 1) & (stats.verifier_max_processed == 1)
-        return torch.where(one_hot, gaps[..., LOSSES.index("zero_one")], gaps[..., LOSSES.index("sampled")])
+        """Estimate how much better the verifier does than the drafter, under the loss in force.
+
+        Raises:
+            ValueError: the head is ``cost_sensitive`` and estimates no gap.
+        """
+        if self.reads_alpha:
+            raise ValueError("gap: expected a router that estimates one, got estimator 'cost_sensitive'; ask defer")
+        return self._in_force(stats, self.head(stats))
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide for each position whether to defer to the verifier."""
+        if self.reads_alpha:
+            return self._in_force(stats, self.head(stats, self.alpha)) > 0
         return self.gap(stats) > self.alpha * stats.tv
 
     def surely_kept(self, stats: Stats) -> Bool[Tensor, "*batch"]:
@@ -124,10 +148,23 @@ class LearnedRouter(PositionRule):
 
         Only a head that reads the drafter alone can know.
         """
-        if self.config.feature_set != "draft_only" or self.alpha < 0:
+        if self.config.feature_set != "draft_only" or (self.alpha < 0 and not self.reads_alpha):
             return torch.zeros(stats.shape, dtype=torch.bool, device=stats.device)
-        # Which loss will be in force depends on the verifier too: keep what neither of them would defer.
-        return (self.head(stats).amax(dim=-1) if self.loss == "auto" else self.gap(stats)) <= 0
+        columns = self.head(stats, self.alpha) if self.reads_alpha else self.head(stats)
+        # Which loss will be in force depends on the verifier too: keep what none of them would defer.
+        names = ("zero_one", "sampled") if self.loss == "auto" and len(self.config.losses) > 1 else (self._only,)
+        return (columns[..., [self.config.losses.index(name) for name in names]] <= 0).all(dim=-1)
+
+    @property
+    def _only(self) -> str:
+        return self.config.losses[0] if self.loss == "auto" else self.loss
+
+    def _in_force(self, stats: Stats, columns: Float[Tensor, "*batch G"]) -> Float[Tensor, "*batch"]:
+        losses = self.config.losses
+        if self.loss != "auto" or len(losses) == 1:
+            return columns[..., losses.index(self._only)]
+        one_hot = (stats.draft_max_processed == 1) & (stats.verifier_max_processed == 1)
+        return torch.where(one_hot, columns[..., losses.index("zero_one")], columns[..., losses.index("sampled")])
 
     def with_alpha(self, alpha: float) -> "LearnedRouter":
         """Return the same router at another α; the head is shared, and asked once for all of them."""

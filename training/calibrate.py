@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..router.config import CalibrationRow
-from ..router.heads import LOSSES, RouterHead
+from ..router.heads import RouterHead
 from .datamodule import TraceTensors
 
 __all__ = ["CalibrationConfig", "alpha_grid", "calibrate", "calibrate_regime", "choose_alpha"]
@@ -56,7 +56,7 @@ def calibrate(
     config = config or CalibrationConfig()
     with torch.inference_mode():
         gap = head.eval()(held_out.features)
-    zero_one, sampled = LOSSES.index("zero_one"), LOSSES.index("sampled")
+    zero_one, sampled = head.losses.index("zero_one"), head.losses.index("sampled")
     prompts = held_out.prompt_index
     return {
         "greedy": calibrate_regime(

@@ -4,7 +4,7 @@ A batch is `Examples`. Rows are never collated one by one: a slice of a
 permutation is a batch, which is several hundred thousand rows a second where row-wise loaders give a few ten thousand.
 Splits are those of the traces, made by prompt; a prompt that stands in two of them is refused.
 
-Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (`router.heads.LOSSES`) and the models (q, p).
+Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (zero_one, sampled) and the models (q, p).
 """
 
 from collections.abc import Iterator

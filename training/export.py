@@ -17,7 +17,7 @@ from ..data.progress import announce
 from ..data.traces import Traces
 from ..router.bundle import save_bundle
 from ..router.config import CalibrationRow, RouterConfig
-from ..router.heads import LOSSES, RouterHead
+from ..router.heads import RouterHead
 from .calibrate import CalibrationConfig, calibrate, choose_alpha
 from .datamodule import TraceTensors, load_split
 from .metrics import frontier_area
@@ -117,7 +117,7 @@ def _figures(
     with torch.inference_mode():
         gap = head.eval()(held_out.features)
         figures = {"validation_loss": float(head.loss(held_out.examples))}
-    for column, loss in enumerate(LOSSES):
+    for column, loss in enumerate(head.losses):
         wrong = 1 - held_out.correctness[:, column]
         figures[f"validation_frontier_area_{loss}"] = frontier_area(
             gap[:, column], held_out.tv, wrong[:, 0], wrong[:, 1]

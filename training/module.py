@@ -1,6 +1,6 @@
 """A router head as a LightningModule: its loss, its optimiser and its validation metrics. Knows no file.
 
-Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (`router.heads.LOSSES`) and the models (q, p).
+Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (zero_one, sampled) and the models (q, p).
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAUROC
 
 from ..router.examples import Examples
-from ..router.heads import LOSSES, make_head
+from ..router.heads import make_head
 from .datamodule import TraceDataModule
 from .metrics import CalibrationError, FrontierArea
 
@@ -50,8 +50,8 @@ class RouterModule(pl.LightningModule):
         self.head = make_head(kind, estimator, feature_set, hidden)
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         names = ("draft", "verifier") if estimator == "two_confidence" else ()
-        self.areas = {loss: FrontierArea() for loss in LOSSES}
-        self.rankings = {loss: BinaryAUROC() for loss in LOSSES}
+        self.areas = {loss: FrontierArea() for loss in self.head.losses}
+        self.rankings = {loss: BinaryAUROC() for loss in self.head.losses}
         self.calibrations = {name: CalibrationError() for name in names}
         # Registered too, so that they move to the device with the module.
         self.metrics = torch.nn.ModuleList([*self.areas.values(), *self.rankings.values(), *self.calibrations.values()])
@@ -78,7 +78,7 @@ class RouterModule(pl.LightningModule):
         features, correctness, tv = batch.features, batch.correctness, batch.tv
         self.log("val_loss", self.head.loss(batch), batch_size=len(tv))
         gap = self.head(features)
-        for column, loss in enumerate(LOSSES):
+        for column, loss in enumerate(self.head.losses):
             right_q, right_p = correctness[:, column, 0], correctness[:, column, 1]
             self.areas[loss].update(gap[:, column], tv, 1 - right_q, 1 - right_p)
             differ = right_q != right_p
@@ -91,7 +91,7 @@ class RouterModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the epoch's metrics."""
         values: dict[str, Any] = {}
-        for loss in LOSSES:
+        for loss in self.head.losses:
             values[f"val_area_{loss}"] = self.areas[loss].compute()
             values[f"val_auroc_{loss}"] = self.rankings[loss].compute()
         for name, metric in self.calibrations.items():

@@ -9,8 +9,10 @@ import torch
 from speccascade.cascade import Stats, VerifyBlock
 from speccascade.router.bundle import save_bundle
 from speccascade.router.config import CalibrationRow, RouterConfig
+from speccascade.router.examples import Examples
 from speccascade.router.features import build_features
 from speccascade.router.heads import RouterHead, make_head
+from speccascade.router.trees import Boosting, TreeHead
 
 TABLE = (
     CalibrationRow(alpha=0.0, deferral=0.5, rejection=0.30, quality=0.70, quality_low=0.6, quality_high=0.8),
@@ -35,17 +37,28 @@ def random_block(
     return VerifyBlock.from_probs(processed[0], processed[1], raw[0], raw[1])
 
 
-def random_head(kind: str = "mlp", estimator: str = "gap", feature_set: str = "verified", seed: int = 0) -> RouterHead:
+def random_head(
+    kind: str = "mlp",
+    estimator: str = "gap",
+    feature_set: str = "verified",
+    seed: int = 0,
+    losses: tuple[str, ...] = ("zero_one", "sampled"),
+) -> RouterHead:
     """A head with random weights, normalised and centred on random pairs: it has opinions, right or wrong."""
-    head = make_head(kind, estimator, feature_set, hidden=(16, 16))
+    head = make_head(kind, estimator, feature_set, hidden=(16, 16), losses=losses)
     generator = torch.Generator().manual_seed(seed)
+    features = build_features(random_block(seed=1, batch=50).stats, feature_set).flatten(end_dim=-2)
+    if isinstance(head, TreeHead):
+        correctness = torch.rand(len(features), 2, 2, generator=generator)
+        examples = Examples(features, correctness, torch.ones(len(features)))
+        head.fit(examples, config=Boosting(trees=5, leaves=6, learning_rate=0.5, smallest_leaf=2))
+        return head.eval()
+    head.set_normalisation(features.mean(dim=0), features.std(dim=0))
     with torch.no_grad():
         for values in head.parameters():
             values.copy_(torch.randn(values.shape, generator=generator) * 0.4)
-    features = build_features(random_block(seed=1, batch=50).stats, feature_set).flatten(end_dim=-2)
-    head.set_normalisation(features.mean(dim=0), features.std(dim=0))
-    with torch.no_grad():
-        head.trunk[-1].bias -= head._outputs(features).mean(dim=0)
+        alpha = torch.zeros(len(features)) if head.reads_alpha else None
+        head.trunk[-1].bias -= head._outputs(features, alpha).mean(dim=0)
     return head.eval()
 
 
@@ -63,7 +76,7 @@ def make_stats() -> Callable[..., Stats]:
 
 @pytest.fixture(scope="session")
 def weighted_head() -> Callable[..., RouterHead]:
-    """`weighted_head(kind="mlp", estimator="gap", feature_set="verified", seed=0)`."""
+    """`weighted_head(kind="mlp", estimator="gap", feature_set="verified", seed=0, losses=("zero_one", "sampled"))`."""
     return random_head
 
 

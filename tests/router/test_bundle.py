@@ -97,13 +97,16 @@ def test_a_changed_feature_schema_is_refused(copy: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "expected schema_version 1, got 2"),
+        ({"schema_version": 3}, "expected schema_version 2, got 3"),
+        ({"schema_version": 1}, "expected schema_version 2, got 1 .*; export it again from its checkpoint"),
         ({"kinds": "mlp"}, "unknown key 'kinds'; did you mean 'kind'"),
         ({"hidden": "16"}, "expected 'hidden' to be of type list"),
         ({"default_alpha": True}, "expected 'default_alpha' to be of type int or float"),
-        ({"kind": "tree"}, "kind: expected one of linear, mlp, got 'tree'"),
+        ({"kind": "tree"}, "kind: expected one of linear, mlp, trees, got 'tree'"),
         ({"feature_set": "verifid"}, "feature_set: .*did you mean 'verified'"),
-        ({"losses": ["sampled", "zero_one"]}, "losses: expected"),
+        ({"losses": ["sampled", "zeroone"]}, "losses: .*did you mean 'zero_one'"),
+        ({"context": 2}, "context: expected 0 for kind 'mlp'"),
+        ({"int8": 1}, "expected 'int8' to be of type bool"),
         ({"files": {"router.onnx": "0"}}, "expected digests of"),
         ({"files": {"../../etc/passwd": "0"}}, "expected digests of"),
         ({"calibration": {"cold": []}}, "calibration: expected one of greedy, sampled, got 'cold'"),
@@ -118,7 +121,7 @@ def test_a_config_of_another_kind_is_refused(copy: Path, changes: dict[str, Any]
         load_bundle(copy)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1, "alpha": NaN}', '{"schema_version": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 2, "alpha": NaN}', '{"schema_version": 2}'])
 def test_a_config_that_is_none_is_refused(copy: Path, text: str) -> None:
     (copy / "router_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"router_config\.json: (expected|missing key)"):

@@ -14,7 +14,14 @@ from speccascade.router.features import schema_digest
 from speccascade.router.heads import RouterHead
 from speccascade.router.runtime import OnnxHead
 
-HEADS = [("linear", "gap", "draft_only"), ("mlp", "gap", "verified"), ("mlp", "two_confidence", "verified")]
+HEADS = [
+    ("linear", "gap", "draft_only"),
+    ("mlp", "gap", "verified"),
+    ("mlp", "two_confidence", "verified"),
+    ("mlp", "cost_sensitive", "verified"),
+    ("trees", "gap", "verified"),
+    ("trees", "two_confidence", "draft_only"),
+]
 
 
 @pytest.fixture(scope="module", params=HEADS, ids="-".join)
@@ -31,9 +38,10 @@ def pair(
 def test_onnx_equals_torch_at_every_batch_size(pair: tuple[RouterHead, Path], size: int) -> None:
     head, path = pair
     features = torch.randn(size, head.width, generator=torch.Generator().manual_seed(size)) * 3
-    gap = OnnxHead(path)(features)
+    inputs = head.arrange(features, torch.Generator().manual_seed(size))
+    gap = OnnxHead(path)(*inputs)
     assert gap.shape == (size, 2)
-    torch.testing.assert_close(gap, head(features), rtol=0, atol=PARITY_TOLERANCE)
+    torch.testing.assert_close(gap, head(*inputs), rtol=0, atol=PARITY_TOLERANCE)
 
 
 def test_one_file_states_what_it_is(pair: tuple[RouterHead, Path]) -> None:
@@ -45,6 +53,7 @@ def test_one_file_states_what_it_is(pair: tuple[RouterHead, Path]) -> None:
     assert metadata == {
         "feature_schema": schema_digest(head.feature_set),
         "feature_set": head.feature_set,
+        "kind": head.kind,
         "estimator": head.estimator,
         "losses": "zero_one,sampled",
         "speccascade": __version__,
@@ -73,9 +82,15 @@ def test_a_model_that_differs_is_refused(
 ) -> None:
     head, path = pair
     model = onnx.load(path)
-    weights = next(tensor for tensor in model.graph.initializer if tensor.name == "trunk.0.weight")
-    values = onnx.numpy_helper.to_array(weights)
-    weights.raw_data = (values * np.float32(1.001)).tobytes()
+    changed = 0
+    for tensor in model.graph.initializer:
+        if tensor.name == "trunk.0.weight":
+            tensor.raw_data = (onnx.numpy_helper.to_array(tensor) * np.float32(1.001)).tobytes()
+            changed += 1
+    for attribute in (entry for node in model.graph.node for entry in node.attribute if entry.name == "target_weights"):
+        attribute.floats[:] = [value * 1.001 for value in attribute.floats]
+        changed += 1
+    assert changed == 1
     shifted = model.SerializeToString()
     assert parity_error(head, shifted) > PARITY_TOLERANCE
     monkeypatch.setattr(export, "_convert", lambda _: shifted)

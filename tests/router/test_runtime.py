@@ -83,7 +83,7 @@ def test_a_tensor_outside_the_file_is_found_inside_a_branch() -> None:
         OnnxHead(model.SerializeToString())
 
 
-@pytest.mark.parametrize("model", [identity_model("tokens"), identity_model(shape=("N", "T", 2))])
+@pytest.mark.parametrize("model", [identity_model("tokens"), identity_model(shape=("N", "T"))])
 def test_a_model_of_another_kind_is_refused(model: onnx.ModelProto) -> None:
-    with pytest.raises(ValueError, match=r"expected features \[N, F\] in and gap \[N, 2\] out"):
+    with pytest.raises(ValueError, match=r"expected features \[\.\.\., F\] in and one output"):
         OnnxHead(model.SerializeToString())

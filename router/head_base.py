@@ -1,0 +1,136 @@
+"""What every trained head states about itself, so that training, export and bundles need not know its kind.
+
+A head normalises its features inside its graph. `HeadSpec` is all that is needed to build it again, `Signature` all
+that is needed to run it. Knows no loss by its formula and no file.
+
+Shapes: ``N`` position, ``F`` feature.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .checks import check_choice
+from .examples import Examples
+from .features import FEATURE_SETS
+
+__all__ = ["ESTIMATORS", "LOSSES", "Head", "HeadSpec", "Signature"]
+
+LOSSES = ("zero_one", "sampled", "log")
+"""zero_one: 1 where the argmax misses the label. sampled: 1 − q(label), the expected 0-1 loss of a sampled token.
+log: −log q(label), in nats."""
+
+ESTIMATORS = ("gap", "two_confidence", "cost_sensitive")
+
+DEVIATIONS_KEPT = 8.0
+"""Features further from their mean than this many deviations are clamped: never seen in training, never trusted."""
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What has to be known to build a head; its weights come on top.
+
+    Args:
+        kind: a key of ``HEAD_KINDS``.
+        estimator: what the head learns, one of ``ESTIMATORS``.
+        feature_set: which statistics it reads, a key of ``FEATURE_SETS``.
+        hidden: widths of its hidden layers, for kinds that have some.
+        losses: one output column each, distinct and in this order.
+        context: how many earlier positions it reads, for kinds that read order.
+
+    Raises:
+        ValueError: an unknown name, a loss named twice, or one that the estimator cannot learn.
+    """
+
+    kind: str = "mlp"
+    estimator: str = "gap"
+    feature_set: str = "verified"
+    hidden: tuple[int, ...] = ()
+    losses: tuple[str, ...] = ("zero_one", "sampled")
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.estimator, ESTIMATORS)
+        check_choice("feature_set", self.feature_set, FEATURE_SETS)
+        for loss in self.losses:
+            check_choice("losses", loss, LOSSES)
+        if not self.losses or len(set(self.losses)) < len(self.losses):
+            raise ValueError(f"losses: expected at least one, each once, got {self.losses}")
+        if self.estimator == "two_confidence" and "log" in self.losses:
+            raise ValueError("losses: two_confidence learns chances, expected zero_one and sampled, got 'log'")
+        if self.context < 0:
+            raise ValueError(f"context: expected a number >= 0, got {self.context}")
+
+    def refuse_context(self) -> None:
+        """Raise ValueError if a context is set; called by kinds that decide each position by itself."""
+        if self.context:
+            raise ValueError(f"context: expected 0 for kind {self.kind!r}, which reads no order; got {self.context}")
+
+
+class Signature(NamedTuple):
+    """Names and shapes of a head's inputs and outputs, in order; a string is an axis of any size."""
+
+    inputs: Mapping[str, tuple[str | int, ...]]
+    outputs: Mapping[str, tuple[str | int, ...]]
+
+
+class Head(nn.Module):
+    """Base of all heads: the spec, and the normalisation of features. Build one with ``make_head``."""
+
+    feature_mean: Tensor
+    feature_std: Tensor
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kind, self.estimator, self.feature_set = spec.kind, spec.estimator, spec.feature_set
+        self.hidden, self.losses, self.context = spec.hidden, spec.losses, spec.context
+        self.register_buffer("feature_mean", torch.zeros(self.width))
+        self.register_buffer("feature_std", torch.ones(self.width))
+
+    @property
+    def width(self) -> int:
+        """Number of features F."""
+        return len(FEATURE_SETS[self.feature_set])
+
+    @property
+    def signature(self) -> Signature:
+        """What ``forward`` takes and returns; the ONNX file has the same names."""
+        raise AssertionError(f"{type(self).__name__} must state its inputs and outputs")
+
+    def arrange(self, features: Float[Tensor, "N F"], generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Make inputs of ``forward`` out of loose positions: to trace the graph on, and to compare ONNX with torch."""
+        raise AssertionError(f"{type(self).__name__} must arrange its inputs")
+
+    def loss(self, examples: Examples, generator: torch.Generator | None = None) -> Float[Tensor, ""]:
+        """Training loss, a weighted mean over positions."""
+        raise AssertionError(f"{type(self).__name__} must have a loss")
+
+    def set_normalisation(self, mean: Tensor, std: Tensor) -> None:
+        """Store the training mean and deviation ``[F]`` of every feature; a constant feature is centred and not scaled.
+
+        Raises:
+            ValueError: a shape other than [F], or a value that is not finite, or a negative deviation.
+        """
+        for name, values in (("mean", mean), ("std", std)):
+            if values.shape != (self.width,):
+                raise ValueError(f"{name}: expected shape [{self.width}], got {list(values.shape)}")
+            if not torch.isfinite(values).all():
+                raise ValueError(f"{name}: expected finite values, got {values.tolist()}")
+        if (std < 0).any():
+            raise ValueError(f"std: expected values >= 0, got {std.tolist()}")
+        self.feature_mean.copy_(mean)
+        self.feature_std.copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
+
+    def fill_missing(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
+        """Put the training mean in place of NaN."""
+        return torch.where(torch.isnan(features), self.feature_mean, features)
+
+    def normalise(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
+        """Deviations from the training mean, missing values at 0, none beyond ``DEVIATIONS_KEPT``."""
+        deviations = (self.fill_missing(features) - self.feature_mean) / self.feature_std
+        return deviations.clamp(-DEVIATIONS_KEPT, DEVIATIONS_KEPT)
