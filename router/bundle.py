@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from .export import OPSET, export_onnx
 from .features import FEATURE_SETS, schema_digest
 from .head_base import Signature
 from .heads import Head, build_head
+from .quantise import quantise
 from .runtime import BACKENDS, HeadRuntime, OnnxHead, TorchHead
 
 __all__ = ["Bundle", "bundle_digest", "find_bundle", "load_bundle", "save_bundle", "write_bundle"]
@@ -74,11 +75,26 @@ class Bundle:
         return runtime
 
 
-def save_bundle(directory: str | os.PathLike[str], head: Head, config: RouterConfig) -> RouterConfig:
+def save_bundle(
+    directory: str | os.PathLike[str],
+    head: Head,
+    config: RouterConfig,
+    int8_inputs: Sequence[Tensor] | None = None,
+    int8_tolerance: float = 0.01,
+) -> RouterConfig:
     """Export ``head`` and write its bundle; return the config as written, with what the head and the code know.
 
     The config goes last, so that an interrupted write leaves a folder that ``load_bundle`` refuses, never a mixture
     that it takes.
+
+    Args:
+        directory: folder for the bundle.
+        head: a trained head.
+        config: what the trainer knows about it.
+        int8_inputs: the head's inputs on held-out positions; if given, its ONNX file gets int8 weights, provided that
+            no gap there moves by more than the tolerance, and the config says ``int8`` and by how much they moved.
+            Where they would move more, it stays float32.
+        int8_tolerance: largest such move.
 
     Raises:
         ValueError: ONNX and torch differ by more than 1e-5, or a number is not finite.
@@ -87,6 +103,10 @@ def save_bundle(directory: str | os.PathLike[str], head: Head, config: RouterCon
         exported = Path(scratch) / ONNX_FILE
         export_onnx(head, exported)
         onnx_content = exported.read_bytes()
+    smaller = None if int8_inputs is None else quantise(onnx_content, int8_inputs, int8_tolerance)
+    if smaller is not None:
+        onnx_content, moved = smaller
+        config = replace(config, figures={**config.figures, "int8_largest_difference": moved})
     weights = {name: _stored(values) for name, values in head.state_dict().items()}
     files = {ONNX_FILE: onnx_content, WEIGHTS_FILE: safetensors.torch.save(weights)}
     complete = replace(
@@ -95,6 +115,7 @@ def save_bundle(directory: str | os.PathLike[str], head: Head, config: RouterCon
         features=FEATURE_SETS[head.feature_set],
         feature_schema=schema_digest(head.feature_set),
         opset=OPSET,
+        int8=smaller is not None,
         versions=_versions(),
         files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     )

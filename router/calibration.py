@@ -26,6 +26,11 @@ class PiecewiseLinear(nn.Module):
         self.register_buffer("knots", torch.empty(0))
         self.register_buffer("values", torch.empty(0))
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether no knots are set."""
+        return len(self.knots) == 0
+
     def set(self, knots: Tensor, values: Tensor) -> None:
         """Store ``[M]`` strictly rising knots and their values; M = 0 restores the identity.
 
@@ -43,7 +48,7 @@ class PiecewiseLinear(nn.Module):
 
     def forward(self, inputs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Map every number."""
-        if len(self.knots) == 0:
+        if self.is_identity:
             return inputs
         if len(self.knots) == 1:
             return inputs * 0 + self.values

@@ -1,7 +1,7 @@
 """Head to ONNX: one file, dynamic batch, checked against torch before anyone may use it.
 
-Inputs and outputs are those of the head's `Signature`; normalisation and missing values are inside. The file carries its
-feature schema, kind, estimator and version as metadata, so that it can be told apart without its bundle.
+Inputs and outputs are those of the head's `Signature`; normalisation and missing values are inside. The file carries
+its feature schema, kind, estimator, losses and version as metadata, so that it can be told apart without its bundle.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from .runtime import OnnxHead
 from .trees import TreeHead
 from .trees_onnx import ML_DOMAIN, ML_OPSET, tree_nodes
 
-__all__ = ["OPSET", "PARITY_TOLERANCE", "export_onnx", "largest_difference", "parity_error"]
+__all__ = ["OPSET", "PARITY_TOLERANCE", "export_onnx", "largest_difference", "parity_error", "quiet"]
 
 OPSET = 20
 PARITY_TOLERANCE = 1e-5
@@ -145,7 +145,7 @@ def _trace(module: nn.Module, inputs: tuple[Tensor, ...], signature: Signature) 
         {place: sizes[axis] for place, axis in enumerate(shape) if isinstance(axis, str)}
         for shape in signature.inputs.values()
     ]
-    with _quiet():
+    with quiet():
         program = torch.onnx.export(
             module,
             inputs,
@@ -171,7 +171,7 @@ def _drop_traces(model: onnx.ModelProto) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence what the exporter prints, logs and warns about; its errors still raise."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -94,9 +94,7 @@ class RouterHead(Head):
             outputs = verifier - draft
         elif self.estimator == "gap":
             outputs = torch.minimum(torch.maximum(outputs, -self.largest_gap), self.largest_gap)
-        columns = zip(self.calibration.values(), outputs.unbind(dim=-1), strict=True)
-        calibrated = torch.stack([calibrate(column) for calibrate, column in columns], dim=-1)
-        return self._settle_ties(features, calibrated, alpha)
+        return self._settle_ties(features, self._calibrate(outputs), alpha)
 
     def confidences(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch G 2"]:
         """Estimate how often each model is right, per loss and per model (q, p), before calibration.
@@ -171,6 +169,12 @@ class RouterHead(Head):
             values = getattr(examples, name)
             if values is not None and list(values.shape) != expected:
                 raise ValueError(f"{name}: expected shape {expected}, got {list(values.shape)}")
+
+    def _calibrate(self, estimate: Tensor) -> Tensor:
+        maps = [self.calibration[loss] for loss in self.losses]
+        if all(one.is_identity for one in maps):
+            return estimate  # adds nothing to the graph
+        return torch.stack([one(column) for one, column in zip(maps, estimate.unbind(dim=-1), strict=True)], dim=-1)
 
     def _chances(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()

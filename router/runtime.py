@@ -1,12 +1,10 @@
 """Running a head, on onnxruntime or in torch, behind one call: its inputs in the order of its `Signature`.
 
 Knows no rule and no bundle. onnxruntime runs on the CPU with one thread: a block of six positions takes microseconds,
-and threads would only fight those of the models. Small batches go through buffers that are bound once: a fifth less
-time than plain ``run`` for a small network (benchmarks/router_runtime.py).
+and threads would only fight those of the models. Plain ``run`` measured no slower than I/O binding at that size.
 """
 
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,11 +19,6 @@ from .head_base import Head, Signature
 __all__ = ["BACKENDS", "HeadRuntime", "OnnxHead", "TorchHead"]
 
 BACKENDS = ("onnx", "torch")
-
-LARGEST_BOUND = 64
-"""Positions of the largest batch that has buffers of its own."""
-
-_SHAPES_BOUND = 16
 
 
 @runtime_checkable
@@ -72,9 +65,7 @@ class OnnxHead:
         self.metadata = {entry.key: entry.value for entry in proto.metadata_props}
         self._session = _start_session(content)
         self.signature = _read_signature(self._session)
-        self._names, self._output = list(self.signature.inputs), next(iter(self.signature.outputs))
-        self._bound: dict[tuple[torch.Size, ...], _Bound] = {}
-        self._lock = threading.Lock()
+        self._names, self._output = list(self.signature.inputs), list(self.signature.outputs)
 
     @property
     def width(self) -> int:
@@ -89,47 +80,12 @@ class OnnxHead:
         """
         if len(inputs) != len(self._names):
             raise ValueError(f"inputs: expected {', '.join(self._names)}, got {len(inputs)} tensors")
-        small = 0 < inputs[0].numel() <= LARGEST_BOUND * self.width
-        outputs = self._run_bound(inputs) if small else self._run(inputs)
-        return outputs if inputs[0].device.type == "cpu" else outputs.to(inputs[0].device)
-
-    def _run(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The plain way: what the bound one must equal."""
         arrays = [values.detach().to("cpu", torch.float32).numpy() for values in inputs]
-        return torch.from_numpy(self._session.run([self._output], dict(zip(self._names, arrays, strict=True)))[0])
-
-    def _run_bound(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        shapes = tuple(values.shape for values in inputs)
-        with self._lock:  # the buffers belong to one call at a time
-            bound = self._bound.get(shapes)
-            if bound is None:
-                first = self._run(inputs)
-                if len(self._bound) < _SHAPES_BOUND:
-                    self._bound[shapes] = _Bound(self._session, self._names, shapes, self._output, first.shape)
-                return first
-            for buffer, values in zip(bound.inputs, inputs, strict=True):
-                buffer.copy_(values.detach())
-            self._session.run_with_iobinding(bound.binding)
-            return bound.output.clone()
+        outputs = torch.from_numpy(self._session.run(self._output, dict(zip(self._names, arrays, strict=True)))[0])
+        return outputs if inputs[0].device.type == "cpu" else outputs.to(inputs[0].device)
 
     def __repr__(self) -> str:
         return f"OnnxHead({self.metadata.get('feature_set', '?')}, {self.metadata.get('estimator', '?')})"
-
-
-class _Bound:
-    """Buffers for inputs of given shapes, bound to a session."""
-
-    def __init__(
-        self, session: Any, names: list[str], shapes: tuple[torch.Size, ...], output: str, output_shape: torch.Size
-    ) -> None:
-        # Never tensors of inference mode, which nothing outside it may write.
-        with torch.inference_mode(False):
-            self.inputs = [torch.empty(shape) for shape in shapes]
-            self.output = torch.empty(output_shape)
-        self.binding = session.io_binding()
-        for name, buffer in zip(names, self.inputs, strict=True):
-            self.binding.bind_input(name, "cpu", 0, "float32", list(buffer.shape), buffer.data_ptr())
-        self.binding.bind_output(output, "cpu", 0, "float32", list(output_shape), self.output.data_ptr())
 
 
 def _parse(content: bytes) -> onnx.ModelProto:

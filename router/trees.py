@@ -48,7 +48,7 @@ class Boosting:
 
 
 class Grown(NamedTuple):
-    """One output's fitted trees, each an array of scikit-learn's node records, and the constant that they start from."""
+    """One output's fitted trees, each an array of scikit-learn's node records, and the constant below them."""
 
     trees: Sequence[Any]
     base: float

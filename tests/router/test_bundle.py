@@ -142,6 +142,60 @@ def test_a_bundle_of_a_subclass_with_more_to_say_is_refused(
         load_bundle(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "estimator", "losses"),
+    [
+        ("linear", "gap", ("log",)),
+        ("trees", "gap", ("zero_one", "sampled", "log")),
+        ("trees", "two_confidence", ("sampled",)),
+        ("mlp", "cost_sensitive", ("sampled", "zero_one")),
+    ],
+)
+def test_every_kind_comes_back_on_both_backends(
+    kind: str,
+    estimator: str,
+    losses: tuple[str, ...],
+    weighted_head: Callable[..., RouterHead],
+    config: RouterConfig,
+    tmp_path: Path,
+) -> None:
+    head = weighted_head(kind, estimator, "draft_only", losses=losses)
+    if estimator == "gap":
+        head.set_calibration(losses[0], torch.linspace(-1, 1, 7), torch.linspace(-0.5, 0.9, 7))
+    stated = save_bundle(tmp_path, head, config)
+    assert (stated.kind, stated.estimator, stated.losses, stated.int8) == (kind, estimator, losses, False)
+    loaded = load_bundle(tmp_path)
+    assert loaded.config == stated and loaded.head().spec == head.spec
+    inputs = head.arrange(torch.randn(40, head.width), torch.Generator().manual_seed(0))
+    for backend in ("onnx", "torch"):
+        torch.testing.assert_close(loaded.runtime(backend)(*inputs), head(*inputs).detach(), rtol=0, atol=1e-5)
+    for name, values in head.state_dict().items():
+        assert torch.equal(values, loaded.head().state_dict()[name]), name
+
+
+def test_columns_of_another_loss_are_refused(copy: Path) -> None:
+    rewrite(copy, losses=["sampled", "zero_one"])
+    with pytest.raises(ValueError, match=r"router\.onnx: expected losses 'sampled,zero_one', got 'zero_one,sampled'"):
+        load_bundle(copy).runtime("onnx")
+
+
+@pytest.mark.parametrize(("tolerance", "smaller"), [(0.5, True), (1e-9, False)])
+def test_int8_weights_are_taken_where_they_change_little(
+    tolerance: float, smaller: bool, weighted_head: Callable[..., RouterHead], config: RouterConfig, tmp_path: Path
+) -> None:
+    head = weighted_head()
+    features = torch.randn(200, head.width, generator=torch.Generator().manual_seed(0))
+    stated = save_bundle(tmp_path, head, config, int8_inputs=[features], int8_tolerance=tolerance)
+    assert load_bundle(tmp_path).config == stated and stated.int8 == smaller
+    moved = float((load_bundle(tmp_path).runtime("onnx")(features) - head(features).detach()).abs().max())
+    if smaller:
+        assert 1e-4 < moved <= tolerance
+        assert stated.figures["int8_largest_difference"] == pytest.approx(moved, abs=2e-5)
+        assert "int8 weights" in (tmp_path / "README.md").read_text()
+    else:
+        assert moved <= 1e-5 and "int8_largest_difference" not in stated.figures
+
+
 def test_weights_of_another_head_are_refused(copy: Path, weighted_head: Callable[..., RouterHead]) -> None:
     rewrite(copy, hidden=[8, 8])
     with pytest.raises(ValueError, match=r"head\.safetensors: expected the weights of a mlp head"):

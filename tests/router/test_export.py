@@ -11,7 +11,7 @@ from speccascade import __version__
 from speccascade.router import export
 from speccascade.router.export import OPSET, PARITY_TOLERANCE, export_onnx, parity_error
 from speccascade.router.features import schema_digest
-from speccascade.router.heads import RouterHead
+from speccascade.router.heads import RouterHead, make_head
 from speccascade.router.runtime import OnnxHead
 
 HEADS = [
@@ -105,3 +105,21 @@ def test_a_head_with_nan_weights_is_refused(weighted_head: Callable[..., RouterH
         head.trunk[0].weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"finite weights, got NaN or infinity in 'trunk\.0\.weight'"):
         export_onnx(head, tmp_path / "router.onnx")
+
+
+def test_trees_that_were_never_fitted_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="head: expected fitted trees, got none"):
+        export_onnx(make_head("trees"), tmp_path / "router.onnx")
+
+
+@pytest.mark.parametrize("kind", ["mlp", "trees"])
+def test_a_calibrated_head_is_exported_with_its_calibration(
+    kind: str, weighted_head: Callable[..., RouterHead], tmp_path: Path
+) -> None:
+    head = weighted_head(kind, losses=("zero_one", "log", "sampled"))
+    knots = torch.linspace(-0.9, 0.9, 32)
+    head.set_calibration("zero_one", knots, knots**3 + 0.1)
+    head.set_calibration("log", torch.tensor([0.0]), torch.tensor([0.5]))
+    assert export_onnx(head, tmp_path / "router.onnx") <= PARITY_TOLERANCE
+    gap = OnnxHead(tmp_path / "router.onnx")(torch.randn(50, head.width))
+    assert (gap[:, 1] == 0.5).all() and gap[:, 0].unique().numel() > 5

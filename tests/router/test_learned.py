@@ -2,6 +2,7 @@ import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from speccascade import LearnedRouter, SpeculativeCascade, rules
 from speccascade.cascade import Stats, VerifyBlock, emission_law
 from speccascade.cascade.verify import rejection_probability
-from speccascade.router.bundle import Bundle
+from speccascade.router.bundle import Bundle, save_bundle
+from speccascade.router.config import RouterConfig
+from speccascade.router.features import build_features
+from speccascade.router.heads import RouterHead
 
 ALPHAS = [-1.0, 0.0, 0.1, 0.4, 2.0]
 
@@ -271,3 +275,103 @@ def test_it_tells_who_it_is(router: LearnedRouter) -> None:
     text = repr(router.with_alpha(0.25))
     assert text == "LearnedRouter(tiny/drafter → tiny/verifier, mlp two_confidence, alpha=0.25, loss='auto')"
     assert router.name == "router-mlp-two_confidence"
+
+
+@pytest.fixture(scope="module", params=["onnx", "torch"])
+def make_router(
+    request: pytest.FixtureRequest,
+    weighted_head: Callable[..., RouterHead],
+    config: RouterConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., LearnedRouter]:
+    """`make_router(kind, estimator, feature_set, losses, **options of from_pretrained)`."""
+    folder = tmp_path_factory.mktemp("routers")
+
+    def make(kind: str, estimator: str, feature_set: str, losses: tuple[str, ...], **options: Any) -> LearnedRouter:
+        directory = folder / "-".join((kind, estimator, feature_set, *losses))
+        if not directory.exists():
+            save_bundle(directory, weighted_head(kind, estimator, feature_set, losses=losses), config)
+        return LearnedRouter.from_pretrained(directory, backend=request.param, **options)
+
+    return make
+
+
+def test_a_router_that_is_told_alpha_decides_by_its_margin(
+    make_router: Callable[..., LearnedRouter],
+    weighted_head: Callable[..., RouterHead],
+    make_block: Callable[..., VerifyBlock],
+) -> None:
+    """At several α in turn and back again, so that no answer of another α is remembered."""
+    router = make_router("mlp", "cost_sensitive", "verified", ("zero_one", "sampled"))
+    head = weighted_head("mlp", "cost_sensitive", "verified")
+    masks = []
+    for temperature, column in ((0.0, 0), (1.0, 1)):
+        block = make_block(batch=30, temperature=temperature)
+        features = build_features(block.stats, "verified")
+        for alpha in (0.1, 3.0, 0.1, -0.5):
+            margin = head(features, torch.full(features.shape[:-1], alpha))[..., column]
+            decision = router.with_alpha(alpha).defer(block.stats)
+            clear = margin.abs() > 1e-4
+            assert clear.float().mean() > 0.9
+            assert torch.equal(decision[clear], (margin > 0)[clear])
+            masks.append(decision)
+    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
+    with pytest.raises(ValueError, match="gap: expected a router that estimates one, got estimator 'cost_sensitive'"):
+        router.gap(block.stats)
+
+
+def test_alpha_is_asked_once_for_a_record(
+    make_router: Callable[..., LearnedRouter], make_block: Callable[..., VerifyBlock]
+) -> None:
+    router, block, asked = make_router("mlp", "cost_sensitive", "verified", ("zero_one", "sampled")), make_block(), []
+
+    def counted(features: Tensor, alpha: Tensor) -> Tensor:
+        asked.append(float(alpha[0]))
+        return router.head.runtime(features, alpha)
+
+    counting = dataclasses.replace(router, head=type(router.head)(counted, "verified"))
+    for alpha in (0.5, 0.5, 2.0):
+        counting.with_alpha(alpha).target(block)
+        counting.with_alpha(alpha).defer_mask(block)
+    assert asked == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("estimator", ["gap", "cost_sensitive"])
+def test_what_is_surely_kept_is_never_deferred(
+    estimator: str, make_router: Callable[..., LearnedRouter], make_block: Callable[..., VerifyBlock]
+) -> None:
+    router = make_router("linear", estimator, "draft_only", ("zero_one", "sampled"))
+    for alpha in (0.0, 0.4):
+        for temperature in (0.0, 1.0):
+            stats = make_block(batch=40, temperature=temperature).stats
+            rule = router.with_alpha(alpha)
+            assert rule.surely_kept(stats).any()
+            assert not (rule.surely_kept(stats) & rule.defer(stats)).any()
+
+
+def test_the_only_loss_is_the_one_in_force(
+    make_router: Callable[..., LearnedRouter], make_stats: Callable[..., Stats]
+) -> None:
+    router = make_router("trees", "gap", "verified", ("log",))
+    stats = make_stats()
+    assert torch.equal(router.gap(stats), router.head(stats)[..., 0])
+    assert torch.equal(router.gap(stats), dataclasses.replace(router, loss="log").gap(stats))
+    with pytest.raises(ValueError, match="loss: expected one that this router learned, log; got 'sampled'"):
+        dataclasses.replace(router, loss="sampled")
+
+
+def test_auto_needs_both_of_its_losses(make_router: Callable[..., LearnedRouter]) -> None:
+    losses = ("sampled", "log")
+    with pytest.raises(ValueError, match="loss: 'auto' needs zero_one and sampled, this router learned sampled, log"):
+        make_router("linear", "gap", "verified", losses)
+    assert make_router("linear", "gap", "verified", losses, loss="log").loss == "log"
+
+
+def test_columns_are_found_by_name(
+    make_router: Callable[..., LearnedRouter], make_block: Callable[..., VerifyBlock]
+) -> None:
+    router = make_router("linear", "gap", "verified", ("log", "sampled", "zero_one"))
+    for temperature, column in ((0.0, 2), (1.0, 1)):
+        stats = make_block(temperature=temperature).stats
+        assert torch.equal(router.gap(stats), router.head(stats)[..., column])
+    assert torch.equal(dataclasses.replace(router, loss="log").gap(stats), router.head(stats)[..., 0])

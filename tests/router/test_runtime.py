@@ -87,3 +87,8 @@ def test_a_tensor_outside_the_file_is_found_inside_a_branch() -> None:
 def test_a_model_of_another_kind_is_refused(model: onnx.ModelProto) -> None:
     with pytest.raises(ValueError, match=r"expected features \[\.\.\., F\] in and one output"):
         OnnxHead(model.SerializeToString())
+
+
+def test_inputs_are_counted(exported: Path) -> None:
+    with pytest.raises(ValueError, match="inputs: expected features, got 2 tensors"):
+        OnnxHead(exported / "router.onnx")(torch.zeros(2, 16), torch.zeros(2))
