@@ -26,9 +26,13 @@ from speccascade.eval.provenance import describe_machine, describe_run
 from speccascade.router import rules
 from speccascade.router.bundle import save_bundle
 from speccascade.router.config import RouterConfig
+from speccascade.router.examples import Examples
+from speccascade.router.export import export_onnx
 from speccascade.router.features import FEATURE_SETS, build_features
 from speccascade.router.heads import make_head
 from speccascade.router.learned import LearnedRouter
+from speccascade.router.quantise import quantise
+from speccascade.router.runtime import OnnxHead
 
 FEATURE_SET = "verified"
 Candidates = dict[str, Callable[[], object]]
@@ -81,11 +85,17 @@ def build_candidates(directory: Path, positions: int, vocab: int) -> Candidates:
         return binding.copy_outputs_to_cpu()[0]
 
     opt = rules.OPT(alpha=0.3)
+    boosted = OnnxHead(boosted_trees(directory / "trees.onnx"))
+    smaller = quantise((directory / "router.onnx").read_bytes(), [features], tolerance=1.0)
+    assert smaller is not None, "a network holds matrices"
+    in_int8 = OnnxHead(smaller[0])
     return {
         "head: torch eager": lambda: in_torch.head.runtime(features),
         "head: OnnxHead": lambda: on_onnx.head.runtime(features),
         "head: onnxruntime run alone": lambda: session.run(["gap"], {"features": array}),
         "head: onnxruntime I/O binding alone": with_binding,
+        "head: OnnxHead, 200 trees of 31 leaves a loss": lambda: boosted(features),
+        "head: OnnxHead, int8 weights": lambda: in_int8(features),
         "features from statistics": lambda: build_features(block.stats, FEATURE_SET),
         "decision: LearnedRouter, onnx": lambda: on_onnx.defer(Stats.from_columns(columns)),
         "decision: LearnedRouter, torch": lambda: in_torch.defer(Stats.from_columns(columns)),
@@ -93,6 +103,17 @@ def build_candidates(directory: Path, positions: int, vocab: int) -> Candidates:
         "statistics that the features read": lambda: read_statistics(block, FEATURE_SET),
         "statistics that OPT reads": lambda: opt.defer(fresh(block)),
     }
+
+
+def boosted_trees(path: Path) -> Path:
+    """A head of trees as large as they are grown by default, on features and gaps of pure chance."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(10_000, len(FEATURE_SETS[FEATURE_SET]), generator=generator)
+    correctness = torch.rand(10_000, 2, 2, generator=generator)
+    head = make_head("trees", "gap", FEATURE_SET)
+    head.fit(Examples(features, correctness, torch.ones(10_000)))
+    export_onnx(head, path)
+    return path
 
 
 def random_block(positions: int, vocab: int) -> VerifyBlock:
