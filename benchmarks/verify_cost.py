@@ -42,6 +42,7 @@ RULES: dict[str, TargetRule] = {
     "token_v3": rules.TokenV3(0.3),
     "greedyward": rules.Greedyward(0.1),
     "lossy": rules.Lossy(0.2),
+    "learned_lossy": rules.LearnedLossy(0.3),
 }
 SAMPLINGS = {"T=1": Sampling(), "T=0.5": Sampling(0.5), "greedy": Sampling(0.0), "T=1, top-p 0.9": Sampling(top_p=0.9)}
 

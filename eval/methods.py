@@ -60,6 +60,7 @@ DIALS: dict[str, Dial] = {
     "token_v2": Dial(0.0, 1.0, "TokenV2"),
     "token_v3": Dial(0.0, 1.0, "TokenV3"),
     "lossy": Dial(0.0, 1.0 - _EDGE, "Lossy β*"),
+    "learned_lossy": Dial(0.0, math.inf, "LearnedLossy"),
     "ensemble": Dial(0.0, 1.0, "Ensemble", argument="weight"),
 }
 

@@ -251,6 +251,8 @@ def _replay_greedy(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor, 
 def _replay_sampled(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor, ...]:
     """0-1 loss of the argmax, loss of a sample, both ends of the rejection, deferral."""
     blocks = [columns.sampled_blocks[name] for name in (("apart", "overlapping") if bounds else ("apart",))]
+    if getattr(rule, "reads_masses", False):  # of tokens together, which no confidence of a single one stands for
+        blocks = [replace(block, verifier_raw=block.verifier) for block in blocks]
     targets = [rule.target(block)[0] for block in blocks]
     ends = [rejection_probability(target, block.draft_probs[0]) for target, block in zip(targets, blocks, strict=True)]
     low, high = torch.stack(ends).amin(dim=0), torch.stack(ends).amax(dim=0)

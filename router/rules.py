@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cascade.blocks import TargetRule
 from .checks import nearest
-from .lossy import Lossy
+from .lossy import LearnedLossy, Lossy
 from .position_rules import OPT, BiLDStar, Chow, ChowLog, Diff, DiffLog, Fixed, OPTLog, SpecDecode, VerifierGap
 from .token_rules import Ensemble, Greedyward, TokenV1, TokenV2, TokenV3, TopK, Typical
 
@@ -25,6 +25,7 @@ __all__ = [
     "Ensemble",
     "Fixed",
     "Greedyward",
+    "LearnedLossy",
     "Lossy",
     "OPTLog",
     "SpecDecode",
@@ -52,6 +53,7 @@ RULES: dict[str, Callable[..., TargetRule]] = {
     "token_v3": TokenV3,
     "greedyward": Greedyward,
     "lossy": Lossy,
+    "learned_lossy": LearnedLossy,
     "ensemble": Ensemble,
     "typical": Typical,
     "top_k": TopK,

@@ -123,9 +123,9 @@ class Greedyward(TokenRule):
         return verifier, verifier.maximum - self.alpha
 
     def replacement(self, block: VerifyBlock) -> Distribution:
-        """Return the one-hot distribution at the verifier's argmax; at p's own where that token is banned."""
+        """Return the one-hot distribution at the verifier's argmax; at p's own where nobody may emit that token."""
         best = _verifier(block, self.confidence).argmax
-        allowed = block.verifier.at(best) > 0
+        allowed = (block.verifier.at(best) > 0) | (block.draft.at(best) > 0)
         if not bool(allowed.all()):
             best = torch.where(allowed, best, block.verifier.argmax)
         return Certain(best, block.verifier.vocab_size)

@@ -84,6 +84,21 @@ def lossy_as_written(alpha: float) -> Formula:
     return formula
 
 
+def learned_lossy(alpha: float) -> Formula:
+    """max{min{q, P/ν}, P/(ν + α)} with the ν at which it sums to one; P is p° over what q or p may emit, normalised."""
+
+    def formula(x: Position) -> Tensor:
+        belief = torch.where((x.q > 0) | (x.p > 0), x.p0, 0)
+        belief = belief / belief.sum()
+
+        def law(inner: float) -> Tensor:
+            return torch.maximum(torch.minimum(x.q, belief / inner), belief / (inner + alpha))
+
+        return law(brentq(lambda inner: float(law(inner).sum()) - 1, max(1 - alpha, 1e-9), 1.001, xtol=1e-14))
+
+    return formula
+
+
 def typical(x: Position) -> Tensor:
     return x.p0 <= min(0.3, 0.6 * torch.tensor(-entropy(x.p0)).exp().item())
 
@@ -124,6 +139,7 @@ CASES: dict[str, tuple[TargetRule, Formula]] = {
     "greedyward": (rules.Greedyward(0.2), move(lambda x: x.p0 < x.p0.max() - 0.2, lambda x: one_hot(x.p0))),
     "lossy": (rules.Lossy(0.4), lossy(0.4)),
     "lossy, beta=1": (rules.Lossy(0.4, beta=1.0), lossy_as_written(0.4)),
+    "learned_lossy": (rules.LearnedLossy(0.4), learned_lossy(0.4)),
     "ensemble": (rules.Ensemble(0.4), lambda x: 0.6 * x.q + 0.4 * x.p),
     "typical": (rules.Typical(0.3, 0.6), move(typical)),
     "top_k": (rules.TopK(2), move(below_second)),

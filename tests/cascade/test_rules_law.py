@@ -164,9 +164,9 @@ def test_bfloat16_models_follow_the_formula(
     check_follows(sample(cascade, Sampling(), 1500), law_of(*bfloat16_logits, formula, Sampling()), 1500)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "ensemble"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("ensemble", "learned_lossy")])
 def test_greedy_tokens_are_the_most_probable_of_the_formula(name: str) -> None:
-    """At temperature 0 every target but a mixture is one-hot, and the engine is a plain loop of argmaxes."""
+    """At temperature 0 every target but that of two rules which mix is one-hot, and the engine is a plain loop of argmaxes."""
     drafter, verifier, new, greedy = TableLM(1, 12), TableLM(2, 12), 15, Sampling(0.0)
     rule, formula = CASES[name]
     cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, rule, gamma=3, bonus="target")

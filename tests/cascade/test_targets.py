@@ -30,6 +30,8 @@ RULES: dict[str, TargetRule] = {
     "top_k": rules.TopK(3),
     "lossy": rules.Lossy(0.3),
     "lossy, beta=1": rules.Lossy(0.3, beta=1.0),
+    "learned_lossy": rules.LearnedLossy(0.3),
+    "learned_lossy, dear": rules.LearnedLossy(1.5),
     "ensemble": rules.Ensemble(0.4),
 }
 

@@ -14,7 +14,7 @@ POSITION_RULES = [
     rules.OPTLog(0.3), rules.BiLDStar(1.0), rules.VerifierGap(0.3),
 ]  # fmt: skip
 TOKEN_RULES = [rules.TokenV1(0.3), rules.TokenV2(0.2), rules.TokenV3(0.7), rules.Greedyward(0.15), rules.Lossy(0.3),
-               rules.Ensemble(0.4)]  # fmt: skip
+               rules.LearnedLossy(0.3), rules.LearnedLossy(1.4), rules.Ensemble(0.4)]  # fmt: skip
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     *((name, {"alpha": 0.2, "confidence": "processed"}) for name in TOKEN),
     *(("lossy", {"alpha": alpha}) for alpha in (0.0, 0.2, 0.9)),
+    *(("learned_lossy", {"alpha": alpha}) for alpha in (0.0, 0.4, 1.0, 2.5, 1e6)),
     *(("ensemble", {"weight": weight}) for weight in (0.0, 0.4, 1.0)),
     *(("typical", {"epsilon": epsilon, "delta": delta}) for epsilon, delta in ((0.2, 0.3), (0.9, 5.0))),
     *(("top_k", {"k": k}) for k in (1, 3, 100)),
