@@ -8,7 +8,6 @@ Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -18,9 +17,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..cascade.statistics import Stats
-from .bundle import Bundle, find_bundle, load_bundle, write_bundle
+from .bundle import Bundle, find_bundle, load_bundle
+from .bundled import Bundled
 from .checks import check_choice, check_range
-from .config import CalibrationRow, RouterConfig
+from .config import CalibrationRow
 from .features import build_features
 from .heads import LOSSES
 from .position_rules import PositionRule
@@ -55,7 +55,7 @@ class _GapMemory:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LearnedRouter(PositionRule):
+class LearnedRouter(Bundled, PositionRule):
     """Defer where gap > α · D_TV(p, q), the gap being a trained head's estimate; load it with ``from_pretrained``.
 
     Args:
@@ -109,13 +109,12 @@ class LearnedRouter(PositionRule):
             ValueError: it was changed, belongs to another feature schema, or an argument is unknown.
         """
         bundle = load_bundle(find_bundle(name, revision))
+        if bundle.config.kind == "pooled":
+            raise ValueError(
+                f"router: expected a head for whole positions, got kind 'pooled': use TokenRouter for {name!s}"
+            )
         memory = _GapMemory(bundle.runtime(backend), bundle.config.feature_set)
         return cls(bundle, memory, bundle.config.default_alpha if alpha is None else alpha, loss)
-
-    @property
-    def config(self) -> RouterConfig:
-        """What the bundle states about itself."""
-        return self.bundle.config
 
     @property
     def name(self) -> str:
@@ -194,53 +193,6 @@ class LearnedRouter(PositionRule):
         check_range(measure, budget, 0, 1)
         rows = self.config.calibration.get(key, ())
         return self.with_alpha(_best_within(rows, measure, budget, key).alpha)
-
-    def check_pair(
-        self,
-        *,
-        vocabulary_fingerprint: str,
-        drafter: str = "",
-        verifier: str = "",
-        drafter_digest: str = "",
-        verifier_digest: str = "",
-    ) -> None:
-        """Refuse a pair that this router was not trained for.
-
-        Names are only told, since the same model has many; vocabularies are compared, and weights where both sides
-        know their digests.
-
-        Raises:
-            ValueError: the vocabulary or a model's weights differ; both pairs are named.
-        """
-        config = self.config
-        facts = [
-            ("vocabulary", config.vocabulary_fingerprint, vocabulary_fingerprint),
-            ("drafter weights", config.drafter_digest, drafter_digest),
-            ("verifier weights", config.verifier_digest, verifier_digest),
-        ]
-        for what, trained, running in facts:
-            known = what == "vocabulary" or (trained and running)
-            if known and trained != running:
-                raise ValueError(
-                    f"router: trained for {config.drafter} → {config.verifier}, got "
-                    f"{drafter or 'an unnamed drafter'} → {verifier or 'an unnamed verifier'}: "
-                    f"the {what} differ ({trained[:12] or 'none'} against {running[:12] or 'none'})"
-                )
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the bundle into a folder; the α in force becomes its default."""
-        write_bundle(directory, replace(self.bundle, config=replace(self.config, default_alpha=self.alpha)))
-
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the bundle as a model repository and return its address; the α in force becomes its default."""
-        from huggingface_hub import HfApi  # slow to import, needed here alone
-
-        api = HfApi(token=token)
-        created = api.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload router")
-        return str(created)
 
     def __repr__(self) -> str:
         pair = f"{self.config.drafter} → {self.config.verifier}"

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from .cascade.engine import SpeculativeCascade as SpeculativeCascade
     from .router import rules as rules
     from .router.learned import LearnedRouter as LearnedRouter
+    from .router.token_router import TokenRouter as TokenRouter
 
 __version__ = "0.1.0"
 
-__all__ = ["LearnedRouter", "SpeculativeCascade", "__version__", "generate", "rules"]
+__all__ = ["LearnedRouter", "SpeculativeCascade", "TokenRouter", "__version__", "generate", "rules"]
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "cascade").is_dir() and (_HERE.parent / "cascade" / "__init__.py").is_file():
@@ -27,6 +28,7 @@ if not (_HERE / "cascade").is_dir() and (_HERE.parent / "cascade" / "__init__.py
 _PUBLIC = {
     "LearnedRouter": (".router.learned", "LearnedRouter"),
     "SpeculativeCascade": (".cascade.engine", "SpeculativeCascade"),
+    "TokenRouter": (".router.token_router", "TokenRouter"),
     "generate": (".cascade.custom_generate", "generate"),
     "rules": (".router.rules", None),
 }
