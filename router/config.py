@@ -93,6 +93,7 @@ class RouterConfig:
     feature_schema: str = ""
     losses: tuple[str, ...] = ("zero_one", "sampled")
     context: int = 0
+    top_k: int = 0
     int8: bool = False
     alpha_meaning: str = ALPHA_MEANING
     opset: int = 0
@@ -114,7 +115,7 @@ class RouterConfig:
         Raises:
             ValueError: no head is described.
         """
-        return HeadSpec(self.kind, self.estimator, self.feature_set, self.hidden, self.losses, self.context)
+        return HeadSpec(self.kind, self.estimator, self.feature_set, self.hidden, self.losses, self.context, self.top_k)
 
     def check_features(self) -> None:
         """Compare the feature schema with the one of this code.
@@ -226,6 +227,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "features": (list,),
     "losses": (list,),
     "context": (int,),
+    "top_k": (int,),
     "int8": (bool,),
     "opset": (int,),
     "versions": (dict,),

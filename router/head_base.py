@@ -24,7 +24,7 @@ LOSSES = ("zero_one", "sampled", "log")
 """zero_one: 1 where the argmax misses the label. sampled: 1 − q(label), the expected 0-1 loss of a sampled token.
 log: −log q(label), in nats."""
 
-ESTIMATORS = ("gap", "two_confidence", "cost_sensitive")
+ESTIMATORS = ("gap", "two_confidence", "cost_sensitive", "pooled")
 
 DEVIATIONS_KEPT = 8.0
 """Features further from their mean than this many deviations are clamped: never seen in training, never trusted."""
@@ -41,6 +41,7 @@ class HeadSpec:
         hidden: widths of its hidden layers, for kinds that have some.
         losses: one output column each, distinct and in this order.
         context: how many earlier positions it reads, for kinds that read order.
+        top_k: how many of each model's most probable tokens it reads, for kinds that read tokens.
 
     Raises:
         ValueError: an unknown name, a loss named twice, or one that the estimator cannot learn.
@@ -52,6 +53,7 @@ class HeadSpec:
     hidden: tuple[int, ...] = ()
     losses: tuple[str, ...] = ("zero_one", "sampled")
     context: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, ESTIMATORS)

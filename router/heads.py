@@ -12,6 +12,7 @@ from torch import nn
 from .checks import check_choice
 from .features import FEATURE_SETS
 from .head_base import ESTIMATORS, LOSSES, Head, HeadSpec
+from .pooled import PooledEstimator
 from .position_head import RouterHead, output_count
 from .trees import TreeHead
 
@@ -90,4 +91,5 @@ HEAD_KINDS: dict[str, Callable[[HeadSpec], Head]] = {
     "linear": _linear,
     "mlp": _mlp,
     "trees": TreeHead,
+    "pooled": PooledEstimator,
 }

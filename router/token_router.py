@@ -155,7 +155,7 @@ class TokenRouter(Bundled):
         features = build_features(stats, self.config.feature_set)
         candidates = torch.stack([draft, verifier], dim=-1)
         belief = self.runtime(features.reshape(-1, features.shape[-1]), candidates).exp()
-        return belief[:, :-1], belief[:, -1]
+        return belief[:, :-1].masked_fill(candidates.amax(dim=-1) == 0, 0), belief[:, -1]
 
     def _ask(self, block: VerifyBlock) -> Belief:
         # Before the statistics: these read their maxima from what is found here.

@@ -166,7 +166,7 @@ def test_bfloat16_models_follow_the_formula(
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("ensemble", "learned_lossy")])
 def test_greedy_tokens_are_the_most_probable_of_the_formula(name: str) -> None:
-    """At temperature 0 every target but that of two rules which mix is one-hot, and the engine is a plain loop of argmaxes."""
+    """At temperature 0 every target is one-hot, but for two rules that mix; the engine is a plain loop of argmaxes."""
     drafter, verifier, new, greedy = TableLM(1, 12), TableLM(2, 12), 15, Sampling(0.0)
     rule, formula = CASES[name]
     cascade = SpeculativeCascade(ModelDrafter(drafter), verifier, rule, gamma=3, bonus="target")
