@@ -43,11 +43,12 @@ def _header(config: RouterConfig) -> str:
 
 def _usage(config: RouterConfig) -> str:
     budget = "router = router.with_budget(rejection=0.10, greedy=True)   # or let its calibration choose alpha"
+    router = "TokenRouter" if config.kind == "pooled" else "LearnedRouter"
     code = [
-        "from speccascade import LearnedRouter, SpeculativeCascade",
+        f"from speccascade import {', '.join(sorted((router, 'SpeculativeCascade')))}",
         "",
-        f'router = LearnedRouter.from_pretrained("path/or/hub-id", alpha={config.default_alpha:.3g})',
-        *([budget] if config.calibration else []),
+        f'router = {router}.from_pretrained("path/or/hub-id", alpha={config.default_alpha:.3g})',
+        *([budget] if config.calibration and config.kind != "pooled" else []),
         "cascade = SpeculativeCascade(drafter, verifier, rule=router, gamma=5)",
         "out = cascade.generate(input_ids, max_new_tokens=128)",
     ]

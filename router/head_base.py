@@ -58,6 +58,10 @@ class HeadSpec:
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_choice("feature_set", self.feature_set, FEATURE_SETS)
+        if (self.kind == "pooled") != (self.estimator == "pooled"):
+            raise ValueError(
+                f"estimator: expected 'pooled' for kind 'pooled' alone, got {self.estimator!r}, {self.kind!r}"
+            )
         for loss in self.losses:
             check_choice("losses", loss, LOSSES)
         if not self.losses or len(set(self.losses)) < len(self.losses):

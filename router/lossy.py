@@ -276,8 +276,8 @@ def band_multiplier(
 
 def _band_excess(draft: Tensor, belief: Tensor, width: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Σπ − 1 at ν, and its slope."""
-    inner, safe = width.unsqueeze(-1), width.clamp_min(1e-150)  # nothing is cut at ν = 0
-    raised, cut = belief > (inner + alpha) * draft, belief < inner * draft
+    inner, safe = width.unsqueeze(-1), width.clamp_min(1e-150)  # at ν = 0 only what nothing is believed of is cut
+    raised, cut = belief > (inner + alpha) * draft, belief <= inner * draft
     over, under = ((belief * chosen).sum(dim=-1) for chosen in (raised, cut))
     kept = (draft * ~(raised | cut)).sum(dim=-1)
     return over / (width + alpha) + under / safe + kept - 1, -over / (width + alpha) ** 2 - under / safe**2
@@ -293,8 +293,10 @@ def solve_multiplier(draft_probs: Float[Tensor, "V"], belief: Float[Tensor, "V"]
 
     def excess(width: float) -> float:
         raised = _total(torch.sub(belief, draft_probs, alpha=width + alpha, out=scratch).clamp_min_(0))
-        cut = _total(torch.sub(belief, draft_probs, alpha=width, out=scratch).clamp_max_(0)) if width else 0.0
-        return raised / (width + alpha) + (cut / width if width else 0.0) - lacking
+        if width == 0:  # the limit from above: what nothing is believed of is cut
+            return raised / alpha - _total(draft_probs * (belief == 0)) - lacking
+        cut = _total(torch.sub(belief, draft_probs, alpha=width, out=scratch).clamp_max_(0))
+        return raised / (width + alpha) + cut / width - lacking
 
     low, high = max(1 - alpha, 0.0), 1.0
     above, below, stayed = excess(low), excess(high), 0

@@ -62,9 +62,8 @@ class PooledEstimator(Head):
     """
 
     def __init__(self, spec: HeadSpec) -> None:
-        if spec.estimator != "pooled" or spec.losses != ("log",):
-            got = f"{spec.estimator!r} and {spec.losses}"
-            raise ValueError(f"estimator, losses: expected 'pooled' and ('log',) for a pooled head, got {got}")
+        if spec.losses != ("log",):
+            raise ValueError(f"losses: expected ('log',) for a pooled head, got {spec.losses}")
         if spec.hidden and min(spec.hidden) < 1:
             raise ValueError(f"hidden: expected widths >= 1, got {spec.hidden}")
         check_range("top_k", spec.top_k, 2, float("inf"))

@@ -1,8 +1,8 @@
 """The pooled estimate: p° before training, a distribution always, and the truth's own pool after."""
 
 import math
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -
         build_head(pooled_spec(**arguments))  # type: ignore[arg-type]
 
 
-def test_onnx_and_torch_agree(tmp_path) -> None:
+def test_onnx_and_torch_agree(tmp_path: Path) -> None:
     assert export_onnx(shaken(), tmp_path / "pooled.onnx") <= PARITY_TOLERANCE
 
 
@@ -149,7 +149,7 @@ def test_training_finds_the_pool_that_the_truth_follows() -> None:
     pairs, candidates = random_pairs(seed=3, count=4000, kept=kept)
     truth_law = (0.3 * pairs[..., 0].log() + 0.6 * pairs[..., 1].log()).softmax(dim=-1)
     truth = torch.multinomial(truth_law, 1, generator=generator)[:, 0]
-    head = PooledEstimator(pooled_spec("draft_only", hidden=(8,)))
+    head = PooledEstimator(pooled_spec("draft_only", hidden=()))
     features = torch.randn(len(truth), head.width, generator=generator)
     examples = Examples(features, torch.zeros(len(truth), 2, 2), torch.zeros(len(truth)), None, candidates, truth)
 
@@ -164,4 +164,3 @@ def test_training_finds_the_pool_that_the_truth_follows() -> None:
         optimizer.step()
     assert expected_loss() - entropy < 0.02
     assert plug_in - expected_loss() > 0.1
-    assert np.isfinite(expected_loss())

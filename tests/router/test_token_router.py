@@ -88,7 +88,7 @@ def test_the_emitted_law_is_the_target(router: TokenRouter, rule: str, sampling:
     torch.testing.assert_close(emission_law(target, block.draft_probs), target, atol=1e-6, rtol=0)
     barred = (block.draft_probs == 0) & (block.verifier_probs == 0)
     assert (target[barred] == 0).all(), "what neither model may emit must get no mass"
-    other = dataclasses.replace(block, tokens=block.tokens.flip(0))
+    other = dataclasses.replace(build_block(sampling), tokens=block.tokens.flip(0))
     assert torch.equal(routed.target(other), target), "no token of π may depend on the drafted one"
 
 
@@ -96,6 +96,8 @@ def test_the_emitted_law_is_the_target(router: TokenRouter, rule: str, sampling:
 @pytest.mark.parametrize("rule", TOKEN_ROUTER_RULES)
 def test_it_is_the_rule_on_the_whole_table_of_p_hat(router: TokenRouter, rule: str, sampling: Sampling) -> None:
     """The lean form of P̂ against the same numbers as a table; cut-off tokens lose their claim to be the best."""
+    if sampling.suppress_tokens and rule in ("bild_star", "verifier_gap"):
+        sampling = dataclasses.replace(sampling, suppress_tokens=())  # they read P̂ of a token that may be banned
     block, routed = build_block(sampling), router.with_rule(rule, alpha_of(rule))
     table = routed.believe(block).verifier_raw.dense
     if not sampling.is_plain and not rule.endswith("_log"):  # entropies are those of P̂ with nothing cut off
@@ -283,7 +285,8 @@ def test_at_temperature_zero_the_band_draws_between_the_two_argmaxes(alpha: floa
     block = build_block(Sampling(0.0), seed=6)
     target, raw = rules.LearnedLossy(alpha).target(block), block.verifier_raw
     apart = block.draft.argmax != block.verifier.argmax
-    assert apart.any() and torch.equal(target[~apart], block.draft_probs[~apart])
+    assert apart.any() and not apart.all()
+    torch.testing.assert_close(target[~apart], block.draft_probs[~apart], atol=1e-6, rtol=0)
     at_x, at_y = raw.at(block.draft.argmax), raw.at(block.verifier.argmax)
     mine = at_y / (at_x + at_y)
     root = ((1 + alpha) + ((1 + alpha) ** 2 - 4 * alpha * mine).sqrt()) / 2
