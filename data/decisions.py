@@ -5,7 +5,7 @@ answer from the columns: their value at that token, their maximum, their entropy
 say, so that a rule either gives the decision of the run itself or none. A rule that reads the positions before is asked
 for whole answers, in order.
 
-Knows no file and no model. Shapes: ``N`` position; a block has one sequence, ``[1, N]``; ``P`` answers of ``L`` positions.
+Knows no file and no model. Shapes: ``N`` position; ``P`` answer, ``L`` its places; a block is ``[1, N]``.
 """
 
 from __future__ import annotations

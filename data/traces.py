@@ -110,8 +110,8 @@ class TraceSplit:
     def sequences(self) -> Tensor:
         """Index ``[P, L]`` long into the positions: a row an answer, its columns one after the other in the text.
 
-        -1 where nothing was logged: behind an answer's end, and at bonus tokens, which no draft stood for. A prompt that
-        was answered twice (in a merged set) has two rows.
+        -1 where nothing was logged: behind an answer's end, and at bonus tokens, which no draft stood for. A prompt
+        that was answered twice (in a merged set) has two rows.
         """
         begins = torch.ones(len(self), dtype=torch.bool)
         begins[1:] = (self.prompt_index.diff() != 0) | (self.position.diff() <= 0)

@@ -113,7 +113,8 @@ class AttentionTrunk(nn.Module):
         # A position always sees itself: with nothing in reach the weights would be 0 / 0.
         seen = torch.cat([self._in_reach(known)[:, :, :-1], torch.ones_like(known).unsqueeze(-1)], dim=-1)
         weights = scores.masked_fill(~seen.unsqueeze(-1), -torch.inf).softmax(dim=2)
-        return (weights.unsqueeze(-1) * values).sum(dim=2).flatten(start_dim=-2)
+        mixed: Tensor = (weights.unsqueeze(-1) * values).sum(dim=2)
+        return mixed.flatten(start_dim=-2)
 
     def _in_reach(self, values: Tensor) -> Tensor:
         """The last H entries at every position, its own last: ``[B, L, ...]`` to ``[B, L, H, ...]``, 0 before all."""
