@@ -10,7 +10,7 @@ Knows no file and no model. Shapes: ``N`` position; ``P`` answer, ``L`` its plac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -114,7 +114,7 @@ def _make_block(split: TraceSplit, table: Tensor | None) -> LoggedBlock:
     verifier = LoggedSide(tokens, split.p_token, stats.verifier_max_processed, stats.verifier_entropy_processed)
     verifier_raw = LoggedSide(tokens, split.p_token_raw, stats.verifier_max, stats.verifier_entropy, table)
     positions = torch.arange(len(split)).unsqueeze(0)
-    return LoggedBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, stats.select(None))
+    return LoggedBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, logged=stats.select(None))
 
 
 def _verifier_table(rule: Any, split: TraceSplit) -> Tensor | None:
@@ -136,7 +136,7 @@ class _NotLoggedError(Exception):
 class LoggedBlock(VerifyBlock):
     """A block that knows of its distributions what a trace holds."""
 
-    logged: Stats
+    logged: Stats = field(kw_only=True)
 
     @cached_property
     def stats(self) -> Stats:
