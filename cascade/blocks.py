@@ -1,8 +1,10 @@
 """What a rule sees of a drafted block, and what it must answer: the interface between `cascade` and `router`.
 
-Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
+Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token; ``R`` = C + T positions that end with the block, C of
+them before it, ``M`` number that a rule remembers of each.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -28,6 +30,8 @@ class VerifyBlock:
         verifier_raw: p°.
         tokens: the drafted tokens ``[B, T]``.
         positions: their places in the sequence ``[B, T]``, counted from 0, prompt included.
+        memory: for a rule with a ``context``, what it remembers of the C = context − 1 positions before the block and
+            of the block's own ``[B, C + T, M]``, in order; NaN where nothing is known. None: nobody remembered.
     """
 
     draft: Distribution
@@ -36,6 +40,7 @@ class VerifyBlock:
     verifier_raw: Distribution
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
+    memory: Float[Tensor, "B R M"] | None = None
 
     @classmethod
     def from_probs(
@@ -90,16 +95,34 @@ class VerifyBlock:
         """p°, whole."""
         return self.verifier_raw.dense
 
+    @property
+    def recent(self) -> Float[Tensor, "B C M"] | None:
+        """What was remembered of the positions before the block, the last one last."""
+        return None if self.memory is None else self.memory[:, : -self.tokens.shape[1]]
+
+    def with_memory(self, recent: Float[Tensor, "B C M"], own: Float[Tensor, "B T M"]) -> "VerifyBlock":
+        """The same block and what is remembered of the positions before it and of its own."""
+        block = copy.copy(self)  # unlike `replace`, keeps the statistics computed so far
+        block.__dict__["memory"] = torch.cat([recent, own], dim=1)
+        return block
+
     def pick(self, places: Int[Tensor, "B"]) -> "VerifyBlock":
-        """One position of each sequence, as a block of ``[B, 1]``."""
+        """One position of each sequence, as a block of ``[B, 1]``; what is remembered before it comes along."""
         draft, draft_raw = view_sides(self.draft, self.draft_raw, lambda side: side.pick(places))
         verifier, verifier_raw = view_sides(self.verifier, self.verifier_raw, lambda side: side.pick(places))
         index = places.unsqueeze(1)
         tokens, positions = self.tokens.gather(1, index), self.positions.gather(1, index)
-        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions)
+        memory = None
+        if self.memory is not None:
+            reach = torch.arange(self.memory.shape[1] - self.tokens.shape[1] + 1, device=index.device)
+            memory = self.memory[torch.arange(len(places), device=index.device).unsqueeze(1), index + reach]
+        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, memory)
 
     def raw(self) -> "VerifyBlock":
-        """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p."""
+        """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p.
+
+        What is remembered stays as it was noted.
+        """
         return replace(self, draft=self.draft_raw, verifier=self.verifier_raw)
 
     @cached_property
@@ -114,6 +137,7 @@ class TargetRule(Protocol):
 
     A rule may also offer ``defer_mask(block) -> bool [B, T]``, which the statistics and the ledger read, or
     ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π.
+    One that reads the positions before a block has a ``context`` (`speccascade.cascade.memory`).
     """
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:

@@ -10,7 +10,7 @@ Shapes: ``B`` row, ``L`` tokens of a prompt, ``T`` drafted tokens, ``V`` token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,7 @@ from .checks import check_count
 from .distributions import Sampling, draw, draw_uniforms
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
 from .forms import Distribution, Whole, view_sides
+from .memory import Memory, RememberingRule, context_of
 from .models import CausalLM, PrefixState
 from .pace import AdaptiveGamma, Pacer
 from .pair import PairLoop, PairState, score
@@ -84,7 +85,8 @@ class SpeculativeCascade(PairLoop):
 
     Raises:
         ValueError: an argument out of range, a model that cannot be run exactly (recurrent, an encoder-decoder with
-            absolute positions), or an encoder-decoder beside a decoder-only model.
+            absolute positions), an encoder-decoder beside a decoder-only model, or a rule with a ``context`` that does
+            not say what to remember.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class SpeculativeCascade(PairLoop):
         if bonus not in ("verifier", "target"):
             raise ValueError(f"bonus: expected 'verifier' or 'target', got {bonus!r}")
         check_rule(rule)
+        context_of(rule)
         super().__init__(drafter, verifier, vocab_size)
         if isinstance(gamma, AdaptiveGamma) and not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"gamma: AdaptiveGamma needs a model that drafts token by token, not {self.drafter.name}")
@@ -119,7 +122,7 @@ class SpeculativeCascade(PairLoop):
     def open_session(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin one call with a row for each prompt."""
         pacer = None if self.pace is None else Pacer(self.pace, len(prompts), self.rule)
-        return CascadeSession(self, PairState(self, prompts), pacer, self.observer)
+        return CascadeSession(self, PairState(self, prompts), self._open_memory(), pacer, self.observer)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> "CascadeSession":
         """Begin to draft for a larger model: a cascade is a drafter.
@@ -129,7 +132,10 @@ class SpeculativeCascade(PairLoop):
         """
         if self.pace is not None:
             raise ValueError(f"drafter {self.name}: expected a fixed gamma where a cascade drafts, got {self.pace!r}")
-        return CascadeSession(self, PairState(self, prompts))
+        return CascadeSession(self, PairState(self, prompts), self._open_memory())
+
+    def _open_memory(self) -> Memory | None:
+        return Memory(cast(RememberingRule, self.rule)) if context_of(self.rule) else None
 
     def run_round(
         self,
@@ -140,6 +146,7 @@ class SpeculativeCascade(PairLoop):
         draft_state: DraftState,
         verify_state: PrefixState,
         pacer: Pacer | None = None,
+        memory: Memory | None = None,
     ) -> Round:
         """Draft up to ``limits[i]`` tokens after row i, verify, replace, and roll both states back to what is kept."""
         # Every round takes the same number of uniforms from a row: for γ drafts, γ tests, a replacement and a bonus.
@@ -147,15 +154,19 @@ class SpeculativeCascade(PairLoop):
         peek = self.bonus == "target"
         draft = draft_state.propose(DraftRequest(rows, limits, uniforms[:, : self.gamma], sampling, peek, pacer))
         block, after = self._score(rows, draft, sampling, verify_state)
-        target = read_target(self.rule, block)
         lengths = list(draft.lengths)
         ends = torch.tensor(lengths, device=block.tokens.device)
+        if memory is not None:
+            block, after = memory.join(block, after, ends, peek)
+        target = read_target(self.rule, block)
         accepted, excess = judge(target, block.draft, block.tokens, uniforms[:, self.gamma : -2], ends)
         last = self._draw_last(accepted == ends, excess, after, uniforms[:, -2:])
         round_ = Round(block, target, lengths, accepted.tolist(), last.tolist(), after, list(draft.calls))
         kept = [len(row) + count for row, count in zip(rows, round_.accepted, strict=True)]
         verify_state.rollback(kept)
         draft_state.rollback(kept)
+        if memory is not None:
+            memory.keep(block, after, accepted, ends)
         if pacer is not None:
             pacer.learn(round_.accepted, lengths)
         return round_
@@ -219,10 +230,12 @@ class CascadeSession:
         self,
         cascade: SpeculativeCascade,
         state: PairState,
+        memory: Memory | None = None,
         pacer: Pacer | None = None,
         observer: RoundObserver | None = None,
     ) -> None:
         self._cascade, self._state, self._pacer, self._observer = cascade, state, pacer, observer
+        self._memory = memory
         self._prompts = list(range(len(state.verifying.lengths)))  # which prompt each row belongs to
 
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
@@ -262,6 +275,8 @@ class CascadeSession:
                 laws[index] += law[index, : len(tokens)]
                 confidences[index] += confidence[index, : len(tokens)]
         starts = [len(row) for row in request.rows]
+        if self._memory is not None:  # what lies behind a row's own draft is known only where a neighbour asked for it
+            self._memory.forget([n + limit + request.peek for n, limit in zip(starts, request.limits, strict=True)])
         drafted = [row[start : start + request.length] for row, start in zip(rows, starts, strict=True)]
         emitted = Whole(torch.stack([torch.stack(steps[:wanted]) for steps in laws]))
         raw = emitted
@@ -272,11 +287,15 @@ class CascadeSession:
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
         self._state.rollback(lengths)
+        if self._memory is not None:  # the position after the last token kept stands on kept tokens alone
+            self._memory.forget([length + 1 for length in lengths])
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._prompts = [self._prompts[row] for row in rows]
         self._state.select_rows(rows)
+        if self._memory is not None:
+            self._memory.select_rows(rows)
         if self._pacer is not None:
             self._pacer.select_rows(rows)
 
@@ -288,7 +307,14 @@ class CascadeSession:
         generators: Sequence[torch.Generator],
     ) -> Round:
         return self._cascade.run_round(
-            rows, limits, sampling, generators, self._state.drafting, self._state.verifying, self._pacer
+            rows,
+            limits,
+            sampling,
+            generators,
+            self._state.drafting,
+            self._state.verifying,
+            self._pacer,
+            self._memory,
         )
 
     def _describe(self, round_: Round, sampling: Sampling) -> tuple[Float[Tensor, "B D V"], Float[Tensor, "B D V"]]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .forms import Distribution, as_distribution, cross_entropy, distance
@@ -105,6 +105,20 @@ class Stats:
     def select(self, index: Any) -> "Stats":
         """Take the same index of every field."""
         return Stats.from_columns({name: column[index] for name, column in self.columns().items()})
+
+    def arrange(self, index: Int[Tensor, "*shape"]) -> "Stats":
+        """Lay flat positions ``[N]`` out by ``index``; −1 stands for one of which nothing is known: NaN in every field.
+
+        >>> columns = {name: torch.tensor([0.1, 0.2]) for name in STAT_FIELDS}
+        >>> Stats.from_columns(columns).arrange(torch.tensor([[1, -1, 0]])).tv
+        tensor([[0.2000,    nan, 0.1000]])
+        """
+        places, hole = index.clamp_min(0), index < 0
+
+        def take(values: Tensor) -> Tensor:
+            return values[places].masked_fill(hole.reshape(*hole.shape, *[1] * (values.dim() - 1)), torch.nan)
+
+        return Stats.from_columns({name: take(column) for name, column in self.columns().items()})
 
     def greedy(self) -> "Stats":
         """Return the same positions as they are at temperature 0, where q and p are one-hot at their argmax."""

@@ -2,14 +2,15 @@
 
 A rule that reads `Stats` is asked as it is. One that looks at the drafted token is shown a block whose distributions
 answer from the columns: their value at that token, their maximum, their entropy. What no column holds they refuse to
-say, so that a rule either gives the decision of the run itself or none.
+say, so that a rule either gives the decision of the run itself or none. A rule that reads the positions before is asked
+for whole answers, in order.
 
-Knows no file and no model. Shapes: ``N`` position; a block has one sequence, ``[1, N]``.
+Knows no file and no model. Shapes: ``N`` position; ``P`` answer, ``L`` its places; a block is ``[1, N]``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -22,7 +23,9 @@ from ..cascade.statistics import Stats
 from ..router.token_rules import TopK
 from .traces import TraceSplit
 
-__all__ = ["agreement", "logged_decisions"]
+__all__ = ["agreement", "defer_in_order", "logged_decisions"]
+
+_POSITIONS_AT_ONCE = 1 << 16
 
 
 def logged_decisions(rule: Any, split: TraceSplit) -> Tensor:
@@ -36,12 +39,43 @@ def logged_decisions(rule: Any, split: TraceSplit) -> Tensor:
         ValueError: the rule reads what no column holds, or the positions hold no drafted tokens.
     """
     try:
-        decided = rule.defer(split.stats) if hasattr(rule, "defer") else _decide_by_token(rule, split)
+        decided = _decide_by_stats(rule, split) if hasattr(rule, "defer") else _decide_by_token(rule, split)
     except _NotLoggedError as error:
         raise ValueError(f"rule {rule!r}: cannot be replayed, since a trace does not hold {error}") from error
     if decided.shape != split.token.shape:
         expected, got = tuple(split.token.shape), tuple(decided.shape)
         raise ValueError(f"rule {rule!r}: expected a decision a position {expected}, got {got}")
+    return decided
+
+
+def defer_in_order(rule: Any, stats: Stats, index: Tensor, length: int = 1024) -> Tensor:
+    """Ask a rule with a ``context`` for its decisions ``[N]``, given the order in which the positions stand.
+
+    Long answers are cut, each piece behind the ``context - 1`` positions before it, so that nothing is lost.
+
+    Args:
+        rule: decides by ``defer(stats)`` on sequences ``[B, T]``, NaN where a position is unknown.
+        stats: of all positions ``[N]``.
+        index: which position stands where ``[P, L]``, each once, -1 for none: `TraceSplit.sequences`.
+        length: most positions of a piece.
+
+    Raises:
+        ValueError: an index that does not name every position once, or a length below one.
+    """
+    if length < 1:
+        raise ValueError(f"length: expected an integer >= 1, got {length}")
+    named = index[index >= 0]
+    count = stats.shape[0]
+    if not torch.equal(named.sort().values, torch.arange(count)):
+        raise ValueError(f"index: expected each of {count} positions once, got {len(named)} entries")
+    decided = torch.zeros(count, dtype=torch.bool)
+    for start in range(0, index.shape[1], length):
+        before = min(start, max(rule.context - 1, 0))
+        pieces = index[:, start - before : start + length]
+        pieces = pieces[(pieces[:, before:] >= 0).any(dim=1)]
+        for rows in pieces.split(max(_POSITIONS_AT_ONCE // pieces.shape[1], 1)):
+            asked = rows[:, before:]
+            decided[asked[asked >= 0]] = rule.defer(stats.arrange(rows))[:, before:][asked >= 0]
     return decided
 
 
@@ -55,6 +89,13 @@ def agreement(rule: Any, split: TraceSplit) -> tuple[int, int]:
         raise ValueError("split: expected positions of source 'cascade', got some that hold no decisions")
     agreeing = int((logged_decisions(rule, split) == split.deferred).sum())
     return agreeing, len(split)
+
+
+def _decide_by_stats(rule: Any, split: TraceSplit) -> Tensor:
+    if getattr(rule, "context", 0) > 0:
+        return defer_in_order(rule, split.stats, split.sequences())
+    decided: Tensor = rule.defer(split.stats)
+    return decided
 
 
 def _decide_by_token(rule: Any, split: TraceSplit) -> Tensor:
@@ -73,7 +114,7 @@ def _make_block(split: TraceSplit, table: Tensor | None) -> LoggedBlock:
     verifier = LoggedSide(tokens, split.p_token, stats.verifier_max_processed, stats.verifier_entropy_processed)
     verifier_raw = LoggedSide(tokens, split.p_token_raw, stats.verifier_max, stats.verifier_entropy, table)
     positions = torch.arange(len(split)).unsqueeze(0)
-    return LoggedBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, stats.select(None))
+    return LoggedBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, logged=stats.select(None))
 
 
 def _verifier_table(rule: Any, split: TraceSplit) -> Tensor | None:
@@ -95,7 +136,7 @@ class _NotLoggedError(Exception):
 class LoggedBlock(VerifyBlock):
     """A block that knows of its distributions what a trace holds."""
 
-    logged: Stats
+    logged: Stats = field(kw_only=True)
 
     @cached_property
     def stats(self) -> Stats:

@@ -35,6 +35,7 @@ class TraceSplit:
     Args:
         prompt_ids: one id a prompt.
         prompt_index: ``[N]`` long, index into `prompt_ids`: the unit of every bootstrap and split.
+        position: ``[N]`` long, index of the label in its whole sequence.
         label: ``[N]`` long, the true next token; in speculative runs the verifier's choice.
         token: ``[N]`` long, what the drafter proposes (teacher-forced: argmax of q°).
         stats: every `Stats` field, ``[N]`` float32.
@@ -61,6 +62,7 @@ class TraceSplit:
 
     prompt_ids: tuple[str, ...]
     prompt_index: Tensor
+    position: Tensor
     label: Tensor
     token: Tensor
     stats: Stats
@@ -104,6 +106,20 @@ class TraceSplit:
         right_q, right_p = self.label == self.draft_argmax, self.label == self.verifier_argmax
         zero_one = torch.stack([right_q.float(), right_p.float()], dim=-1)
         return torch.stack([zero_one, torch.stack([self.q_label, self.p_label], dim=-1)], dim=1)
+
+    def sequences(self) -> Tensor:
+        """Index ``[P, L]`` long into the positions: a row an answer, its columns one after the other in the text.
+
+        -1 where nothing was logged: behind an answer's end, and at bonus tokens, which no draft stood for. A prompt
+        that was answered twice (in a merged set) has two rows.
+        """
+        begins = torch.ones(len(self), dtype=torch.bool)
+        begins[1:] = (self.prompt_index.diff() != 0) | (self.position.diff() <= 0)
+        row = begins.long().cumsum(0) - 1
+        column = self.position - self.position[begins][row]
+        index = torch.full((int(row[-1]) + 1, int(column.amax()) + 1), -1)
+        index[row, column] = torch.arange(len(self))
+        return index
 
     def _argmax(self, probs: Tensor) -> Tensor:
         # Padding holds 0 and stands last, so it never precedes a real maximum.
@@ -170,6 +186,7 @@ class Traces:
         return TraceSplit(
             prompt_ids=tuple(names),
             prompt_index=torch.from_numpy(order.astype(np.int64)),
+            position=_column(table, "position").long(),
             label=_column(table, "label").long(),
             token=_column(table, "token").long(),
             stats=Stats.from_columns({name: _column(table, name) for name in STAT_FIELDS}),

@@ -40,7 +40,8 @@ class HeadSpec:
         feature_set: which statistics it reads, a key of ``FEATURE_SETS``.
         hidden: widths of its hidden layers, for kinds that have some.
         losses: one output column each, distinct and in this order.
-        context: how many earlier positions it reads, for kinds that read order.
+        context: how many positions an estimate reads, its own included, for kinds that read order; 0: the default of
+            the kind.
         top_k: how many of each model's most probable tokens it reads, for kinds that read tokens.
 
     Raises:

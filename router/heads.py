@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from .attention import AttentionHead
 from .checks import check_choice
 from .features import FEATURE_SETS
 from .head_base import ESTIMATORS, LOSSES, Head, HeadSpec
@@ -33,9 +34,9 @@ def make_head(
         kind: a key of ``HEAD_KINDS``.
         estimator: ``gap``, ``two_confidence`` or ``cost_sensitive``.
         feature_set: a key of ``FEATURE_SETS``.
-        hidden: widths of the hidden layers; ``linear`` and ``trees`` have none.
+        hidden: widths of the hidden layers; ``linear`` and ``trees`` have none, ``attention`` has two.
         losses: the columns of its output, from ``LOSSES``.
-        context: how many earlier positions it reads; 0 for kinds that read no order.
+        context: how many positions an estimate of ``attention`` reads, its own included (0: eight); 0 for all others.
 
     Raises:
         ValueError: an unknown name, answered with the nearest, a width below one, or what the kind does not offer.
@@ -92,4 +93,5 @@ HEAD_KINDS: dict[str, Callable[[HeadSpec], Head]] = {
     "mlp": _mlp,
     "trees": TreeHead,
     "pooled": PooledEstimator,
+    "attention": AttentionHead,
 }

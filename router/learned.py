@@ -4,7 +4,8 @@ It reads the same `Stats` as every position rule, so one object serves the engin
 Source: the optimal rule of Narasimhan et al., ICLR 2025, Lemma 4, with a trained estimate of the gap in place of
 max p − max q.
 
-Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token.
+Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token, ``F`` feature, ``R`` position of a
+block or before it.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
 from .bundle import Bundle, find_bundle, load_bundle
 from .bundled import Bundled
@@ -34,23 +36,27 @@ LOSS_CHOICES = ("auto", *LOSSES)
 class _GapMemory:
     """The head, asked once for each record of statistics: π, the decision and every α of a sweep share its answer.
 
-    A head that reads α is asked once for each α in turn.
+    A head that reads α is asked once for each α in turn. One that reads order is asked for whole sequences.
     """
 
-    def __init__(self, runtime: HeadRuntime, feature_set: str) -> None:
-        self.runtime, self.feature_set = runtime, feature_set
-        self._gaps: WeakKeyDictionary[Stats, tuple[float | None, Tensor]] = WeakKeyDictionary()
+    def __init__(self, runtime: HeadRuntime, feature_set: str, reads_order: bool = False) -> None:
+        self.runtime, self.feature_set, self.reads_order = runtime, feature_set, reads_order
+        self._gaps: WeakKeyDictionary[Stats, tuple[float | None, Tensor | None, Tensor]] = WeakKeyDictionary()
 
-    def __call__(self, stats: Stats, alpha: float | None = None) -> Float[Tensor, "*batch G"]:
+    def __call__(
+        self, stats: Stats, alpha: float | None = None, memory: Float[Tensor, "B R F"] | None = None
+    ) -> Float[Tensor, "*batch G"]:
+        """Ask the head; ``memory`` holds the features of the positions of ``stats``, behind those before them."""
         known = self._gaps.get(stats)
-        if known is not None and known[0] == alpha:
-            return known[1]
-        features = build_features(stats, self.feature_set)
-        flat = features.reshape(-1, features.shape[-1])
-        dial = () if alpha is None else (flat.new_full((len(flat),), alpha),)
-        outputs = self.runtime(flat, *dial)
-        gaps = outputs.reshape(*features.shape[:-1], outputs.shape[-1])
-        self._gaps[stats] = alpha, gaps
+        if known is not None and known[0] == alpha and known[1] is memory:
+            return known[2]
+        features = build_features(stats, self.feature_set) if memory is None else memory
+        inputs = features if self.reads_order else features.reshape(-1, features.shape[-1])
+        dial = () if alpha is None else (inputs.new_full(inputs.shape[:-1], alpha),)
+        outputs = self.runtime(inputs, *dial)
+        asked = outputs[:, -stats.shape[1] :] if self.reads_order else outputs
+        gaps = asked.reshape(*stats.shape, outputs.shape[-1])
+        self._gaps[stats] = alpha, memory, gaps
         return gaps
 
 
@@ -109,12 +115,13 @@ class LearnedRouter(Bundled, PositionRule):
             ValueError: it was changed, belongs to another feature schema, or an argument is unknown.
         """
         bundle = load_bundle(find_bundle(name, revision))
-        if bundle.config.kind == "pooled":
+        config = bundle.config
+        if config.kind == "pooled":
             raise ValueError(
                 f"router: expected a head for whole positions, got kind 'pooled': use TokenRouter for {name!s}"
             )
-        memory = _GapMemory(bundle.runtime(backend), bundle.config.feature_set)
-        return cls(bundle, memory, bundle.config.default_alpha if alpha is None else alpha, loss)
+        head = _GapMemory(bundle.runtime(backend), config.feature_set, reads_order=config.context > 0)
+        return cls(bundle, head, config.default_alpha if alpha is None else alpha, loss)
 
     @property
     def name(self) -> str:
@@ -126,28 +133,62 @@ class LearnedRouter(Bundled, PositionRule):
         """Whether the head decides by itself, being told α."""
         return self.config.estimator == "cost_sensitive"
 
-    def gap(self, stats: Stats) -> Float[Tensor, "*batch"]:
+    @property
+    def context(self) -> int:
+        """How many positions the head reads, the one that it decides on included; 0: that one alone."""
+        return self.config.context
+
+    def remember(self, block: VerifyBlock) -> Float[Tensor, "B T F"]:
+        """Return what later blocks are told of each position: its features."""
+        return build_features(block.stats, self.config.feature_set)
+
+    def gap(self, stats: Stats, memory: Float[Tensor, "B R F"] | None = None) -> Float[Tensor, "*batch"]:
         """Estimate how much better the verifier does than the drafter, under the loss in force.
 
+        Args:
+            stats: of positions in any shape; with a ``context``, of sequences ``[B, T]``, positions in order.
+            memory: with a ``context``, the features of the same positions behind those of the R − T before them, NaN
+                where nothing is known; default: nothing is known of what comes before.
+
         Raises:
-            ValueError: the head is ``cost_sensitive`` and estimates no gap.
+            ValueError: the head is ``cost_sensitive`` and estimates no gap, the positions have no order, or a memory is
+                given that the router does not read.
         """
         if self.reads_alpha:
             raise ValueError("gap: expected a router that estimates one, got estimator 'cost_sensitive'; ask defer")
-        return self._in_force(stats, self.head(stats))
+        self._check_order(stats, memory)
+        return self._in_force(stats, self.head(stats, None, memory))
 
-    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
-        """Decide for each position whether to defer to the verifier."""
+    def defer(self, stats: Stats, memory: Float[Tensor, "B R F"] | None = None) -> Bool[Tensor, "*batch"]:
+        """Decide for each position whether to defer to the verifier; arguments as in ``gap``.
+
+        Raises:
+            ValueError: the positions have no order, or a memory is given that the router does not read.
+        """
         if self.reads_alpha:
-            return self._in_force(stats, self.head(stats, self.alpha)) > 0
-        return self.gap(stats) > self.alpha * stats.tv
+            self._check_order(stats, memory)
+            return self._in_force(stats, self.head(stats, self.alpha, memory)) > 0
+        return self.gap(stats, memory) > self.alpha * stats.tv
+
+    def defer_mask(self, block: VerifyBlock) -> Bool[Tensor, "B T"]:
+        """Decide for each position of a block, after what is remembered of the positions before it."""
+        return self.defer(block.stats, block.memory if self.context else None)
+
+    def _check_order(self, stats: Stats, memory: Tensor | None) -> None:
+        if self.context and len(stats.shape) != 2:
+            raise ValueError(
+                f"stats: expected sequences [B, T], since this router reads {self.context} positions in order, got "
+                f"shape {list(stats.shape)}; a trace is put in order by data.decisions.defer_in_order"
+            )
+        if memory is not None and not self.context:
+            raise ValueError("memory: expected none for a router that reads one position at a time, got some")
 
     def surely_kept(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Tell where the router will not defer whatever the verifier says; read by an adaptive γ.
 
-        Only a head that reads the drafter alone can know.
+        Only a head that reads the drafter at this position alone can know.
         """
-        if self.config.feature_set != "draft_only" or (self.alpha < 0 and not self.reads_alpha):
+        if self.context or self.config.feature_set != "draft_only" or (self.alpha < 0 and not self.reads_alpha):
             return torch.zeros(stats.shape, dtype=torch.bool, device=stats.device)
         columns = self.head(stats, self.alpha) if self.reads_alpha else self.head(stats)
         # Which loss will be in force depends on the verifier too: keep what none of them would defer.

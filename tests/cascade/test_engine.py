@@ -83,9 +83,9 @@ def test_both_caches_equal_the_kept_prefix_after_every_round(
     seen: list[tuple[int, int, int]] = []
     run_round = SpeculativeCascade.run_round
 
-    def watched(self, rows, length, sampling, generators, draft_state, verify_state, pacer=None):  # type: ignore[no-untyped-def]
+    def watched(self, rows, length, sampling, generators, draft_state, verify_state, *rest):  # type: ignore[no-untyped-def]
         lengths = [len(row) for row in rows]
-        round_ = run_round(self, rows, length, sampling, generators, draft_state, verify_state)
+        round_ = run_round(self, rows, length, sampling, generators, draft_state, verify_state, *rest)
         for index, (before, tokens) in enumerate(zip(lengths, round_.tokens(), strict=True)):
             seen.append((before + len(tokens), draft_state._state.lengths[index], verify_state.lengths[index]))
         return round_

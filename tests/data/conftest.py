@@ -95,11 +95,11 @@ def encoded(cascade_config: CollectConfig, cascade_pair: Pair) -> list[EncodedEx
 
 
 @pytest.fixture
-def save_router(tmp_path: Path) -> Callable[[PairIdentity], str]:
-    """`save_router(identity)` writes a bundle with random weights for a pair and returns its folder."""
+def save_router(tmp_path: Path) -> Callable[..., str]:
+    """`save_router(identity, kind="mlp", hidden=(8,), context=0)` writes a bundle with random weights for a pair."""
 
-    def save(identity: PairIdentity) -> str:
-        head = make_head("mlp", "gap", "verified", hidden=(8,))
+    def save(identity: PairIdentity, kind: str = "mlp", hidden: tuple[int, ...] = (8,), context: int = 0) -> str:
+        head = make_head(kind, "gap", "verified", hidden=hidden, context=context)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for values in head.parameters():

@@ -14,7 +14,7 @@ from speccascade.cascade import VerifyBlock
 from speccascade.data.cascaded import build_rule
 from speccascade.data.collect import collect
 from speccascade.data.config import CollectConfig
-from speccascade.data.decisions import agreement, logged_decisions
+from speccascade.data.decisions import agreement, defer_in_order, logged_decisions
 from speccascade.data.pairs import Pair
 from speccascade.data.traces import Traces, TraceSplit
 from speccascade.eval.replay import Replay
@@ -84,6 +84,60 @@ def test_a_trained_router_decides_from_the_trace_as_in_the_run(
     settings = replace(config.cascade, router=router, alpha=0.05)
     assert agreement(build_rule(settings, cascade_pair.identity), split) == (len(split), len(split))
     assert split.deferred is not None and len(split.deferred.unique()) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_router_that_reads_order_decides_from_the_trace_as_in_the_run(
+    cascade_config: CollectConfig, cascade_pair: Pair, save_router: Callable[..., str], temperature: float
+) -> None:
+    router = save_router(cascade_pair.identity, "attention", (8, 8), context=4)
+    config = replace(cascade_config, temperature=temperature)
+    split = collect_split(config, cascade_pair, router=router, alpha=0.05)
+    rule: Any = build_rule(replace(config.cascade, router=router, alpha=0.05), cascade_pair.identity)
+    assert agreement(rule, split) == (len(split), len(split))
+    index = split.sequences()
+    assert split.deferred is not None and len(split.deferred.unique()) == 2
+    assert (index[:, :-1] < 0)[index[:, 1:] >= 0].any(), "bonus tokens must leave holes"
+    alone = defer_in_order(rule, split.stats, torch.arange(len(split)).unsqueeze(1))
+    assert not torch.equal(alone, split.deferred), "what came before must matter"
+    for length in (1, 2, 5, 7):
+        assert torch.equal(defer_in_order(rule, split.stats, index, length), split.deferred)
+
+
+class Trailing:
+    """Defers where the mean distance of the last positions is large; an unknown one counts as 0."""
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+
+    def defer(self, stats: Any) -> torch.Tensor:
+        padded = torch.nn.functional.pad(stats.tv.nan_to_num(0.0), (self.context - 1, 0))
+        decided: torch.Tensor = padded.unfold(1, self.context, 1).mean(dim=-1) > 0.15
+        return decided
+
+
+@pytest.mark.parametrize("context", [1, 3, 8])
+def test_pieces_of_long_answers_decide_as_the_whole(split: TraceSplit, context: int) -> None:
+    rule, index = Trailing(context), split.sequences()
+    plain = torch.zeros(len(split), dtype=torch.bool)
+    for row in index:
+        for place, which in enumerate(row.tolist()):
+            if which >= 0:
+                before = [split.stats.tv[i] if i >= 0 else 0.0 for i in row[max(0, place - context + 1) : place + 1]]
+                plain[which] = float(sum(before)) / context > 0.15
+    assert len(plain.unique()) == 2
+    for length in (1, 3, 4, 1000):
+        assert torch.equal(defer_in_order(rule, split.stats, index, length), plain)
+    assert torch.equal(logged_decisions(rule, split), plain)
+
+
+def test_an_order_that_leaves_positions_out_is_refused(split: TraceSplit) -> None:
+    index = split.sequences()
+    for wrong in (index[1:], torch.cat([index, index[:1]]), index.clamp_min(0)):
+        with pytest.raises(ValueError, match=rf"index: expected each of {len(split)} positions once"):
+            defer_in_order(Trailing(2), split.stats, wrong)
+    with pytest.raises(ValueError, match="length: expected an integer >= 1, got 0"):
+        defer_in_order(Trailing(2), split.stats, index, 0)
 
 
 def test_another_dial_disagrees_where_it_should(cascade_config: CollectConfig, cascade_pair: Pair) -> None:

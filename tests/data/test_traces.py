@@ -36,6 +36,7 @@ def test_a_split_gives_back_what_was_logged(folder: Path) -> None:
     rows = rows_of(folder, "train")
     assert len(split) == len(rows) > 0
     assert [split.prompt_ids[i] for i in split.prompt_index] == [row["prompt_id"] for row in rows]
+    assert split.position.tolist() == [row["position"] for row in rows]
     assert split.label.tolist() == [row["label"] for row in rows]
     assert split.token.tolist() == [row["token"] for row in rows]
     for name in STAT_FIELDS:
@@ -46,6 +47,28 @@ def test_a_split_gives_back_what_was_logged(folder: Path) -> None:
         assert split.topk_ids[i].tolist() == row["topk_ids"] + [-1] * (split.topk_ids.shape[1] - width)
         assert split.topk_q[i, :width].tolist() == row["topk_q"]
         assert split.topk_p[i, width:].eq(0).all()
+
+
+def test_sequences_put_each_answer_in_order(folder: Path) -> None:
+    split = Traces.open(folder).split("train")
+    index = split.sequences()
+    assert index[index >= 0].tolist() == list(range(len(split)))
+    assert len(index) == len(split.prompt_ids) and len({int((row >= 0).sum()) for row in index}) > 1
+    for row in index:
+        held = row[row >= 0]
+        assert torch.equal(row[: len(held)], held), "a reference has no holes"
+        assert len(split.prompt_index[held].unique()) == 1 and set(split.position[held].diff().tolist()) == {1}
+
+
+def test_sequences_leave_holes_and_tell_two_answers_of_a_prompt_apart(folder: Path) -> None:
+    split = Traces.open(folder).split("train")
+    part = replace(
+        split,
+        prompt_index=torch.tensor([0, 0, 0, 0, 0, 0, 1]),
+        position=torch.tensor([5, 6, 8, 5, 6, 7, 8]),
+        label=split.label[:7],
+    )
+    assert part.sequences().tolist() == [[0, 1, -1, 2], [3, 4, 5, -1], [6, -1, -1, -1]]
 
 
 def test_correctness_of_both_models_under_both_losses(folder: Path) -> None:
