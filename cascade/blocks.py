@@ -1,6 +1,6 @@
 """What a rule sees of a drafted block, and what it must answer: the interface between `cascade` and `router`.
 
-Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token.
+Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token, ``H`` hidden state.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from torch import Tensor
 from .forms import Distribution, as_distribution, view_sides
 from .statistics import Stats
 
-__all__ = ["TargetRule", "VerifyBlock"]
+__all__ = ["TargetRule", "VerifyBlock", "pick_states"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class VerifyBlock:
         verifier_raw: p°.
         tokens: the drafted tokens ``[B, T]``.
         positions: their places in the sequence ``[B, T]``, counted from 0, prompt included.
+        draft_hidden: what the drafter's output head read at each position ``[B, T, H1]``, float32; known to a rule that
+            asks for it by ``needs_hidden = True``.
+        verifier_hidden: what the verifier's read ``[B, T, H2]``, likewise.
     """
 
     draft: Distribution
@@ -36,6 +39,8 @@ class VerifyBlock:
     verifier_raw: Distribution
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
+    draft_hidden: Float[Tensor, "B T H1"] | None = None
+    verifier_hidden: Float[Tensor, "B T H2"] | None = None
 
     @classmethod
     def from_probs(
@@ -96,7 +101,8 @@ class VerifyBlock:
         verifier, verifier_raw = view_sides(self.verifier, self.verifier_raw, lambda side: side.pick(places))
         index = places.unsqueeze(1)
         tokens, positions = self.tokens.gather(1, index), self.positions.gather(1, index)
-        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions)
+        states = pick_states(self.draft_hidden, places), pick_states(self.verifier_hidden, places)
+        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, *states)
 
     def raw(self) -> "VerifyBlock":
         """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p."""
@@ -105,7 +111,14 @@ class VerifyBlock:
     @cached_property
     def stats(self) -> Stats:
         """The scalars of every position, each ``[B, T]``, computed once."""
-        return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw)
+        known = self.draft_hidden is not None and self.verifier_hidden is not None
+        hidden = (self.draft_hidden, self.verifier_hidden) if known else None
+        return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw, hidden)
+
+
+def pick_states(states: Float[Tensor, "B T H"] | None, places: Int[Tensor, "B"]) -> Float[Tensor, "B 1 H"] | None:
+    """The hidden state at one position of each sequence, where states are known."""
+    return None if states is None else states.take_along_dim(places[:, None, None], dim=1)
 
 
 @runtime_checkable
@@ -113,7 +126,8 @@ class TargetRule(Protocol):
     """Anything that turns a block into the distribution to emit from: a rule, a trained router, a user's own.
 
     A rule may also offer ``defer_mask(block) -> bool [B, T]``, which the statistics and the ledger read, or
-    ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π.
+    ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π. With
+    ``needs_hidden = True`` it finds both models' hidden states in the block.
     """
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:

@@ -21,7 +21,7 @@ from .card import render_card
 from .checks import check_choice
 from .config import RouterConfig
 from .export import OPSET, export_onnx
-from .features import FEATURE_SETS, schema_digest
+from .features import FEATURE_SETS, feature_width, schema_digest
 from .heads import LOSSES, RouterHead, make_head
 from .runtime import BACKENDS, HeadRuntime, OnnxHead, TorchHead
 
@@ -44,7 +44,7 @@ class Bundle:
             ValueError: the weights do not fit the head that the config describes.
         """
         config = self.config
-        head = make_head(config.kind, config.estimator, config.feature_set, config.hidden)
+        head = make_head(config.kind, config.estimator, config.feature_set, config.hidden, config.hidden_sizes)
         try:
             head.load_state_dict(safetensors.torch.load(self.files[WEIGHTS_FILE]))
         except Exception as error:  # safetensors and torch each raise their own class for a bad file
@@ -66,8 +66,9 @@ class Bundle:
         for key, value in stated.items():
             if runtime.metadata.get(key) != value:
                 raise ValueError(f"{ONNX_FILE}: expected {key} {value!r}, got {runtime.metadata.get(key)!r}")
-        if runtime.width != len(self.config.features):
-            raise ValueError(f"{ONNX_FILE}: expected {len(self.config.features)} features, got {runtime.width}")
+        width = feature_width(self.config.feature_set, self.config.hidden_sizes)
+        if runtime.width != width:
+            raise ValueError(f"{ONNX_FILE}: expected {width} features, got {runtime.width}")
         return runtime
 
 
@@ -91,6 +92,7 @@ def save_bundle(directory: str | os.PathLike[str], head: RouterHead, config: Rou
         kind=head.kind,
         estimator=head.estimator,
         hidden=head.hidden,
+        hidden_sizes=head.hidden_sizes,
         feature_set=head.feature_set,
         features=FEATURE_SETS[head.feature_set],
         feature_schema=schema_digest(head.feature_set),

@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from jaxtyping import Float
@@ -196,14 +196,9 @@ def feature_names(feature_set: str, hidden_sizes: Sequence[int] | None = None) -
     >>> feature_names("verified+hidden", hidden_sizes=(2, 1))[-3:]
     ('draft_hidden[0]', 'draft_hidden[1]', 'verifier_hidden[0]')
     """
-    names, sizes = _names(feature_set), tuple(hidden_sizes or ())
-    count = len(_HIDDEN) if needs_hidden(feature_set) else 0
-    if len(sizes) != count or not all(size > 0 for size in sizes):
-        raise ValueError(f"hidden_sizes: expected {count} sizes >= 1 for {feature_set!r}, got {list(sizes)}")
-    for name, size in zip(_HIDDEN, sizes, strict=False):
-        at = names.index(name)
-        names = (*names[:at], *(name.replace("*", str(place)) for place in range(size)), *names[at + 1 :])
-    return names
+    sizes = dict(zip(_HIDDEN, _check_sizes(feature_set, hidden_sizes), strict=False))
+    spelled = [[name.replace("*", str(place)) for place in range(sizes.get(name, 1))] for name in _names(feature_set)]
+    return tuple(chain.from_iterable(spelled))
 
 
 def feature_width(feature_set: str, hidden_sizes: Sequence[int] | None = None) -> int:
@@ -212,7 +207,15 @@ def feature_width(feature_set: str, hidden_sizes: Sequence[int] | None = None) -
     >>> feature_width("verified"), feature_width("verified+hidden", hidden_sizes=(2048, 3584))
     (16, 5648)
     """
-    return len(feature_names(feature_set, hidden_sizes))
+    sizes = _check_sizes(feature_set, hidden_sizes)
+    return len(_names(feature_set)) - len(sizes) + sum(sizes)
+
+
+def _check_sizes(feature_set: str, hidden_sizes: Sequence[int] | None) -> tuple[int, ...]:
+    sizes, count = tuple(hidden_sizes or ()), len(_HIDDEN) if needs_hidden(feature_set) else 0
+    if len(sizes) != count or not all(size > 0 for size in sizes):
+        raise ValueError(f"hidden_sizes: expected {count} sizes >= 1 for {feature_set!r}, got {list(sizes)}")
+    return sizes
 
 
 def feature_index(feature_set: str, name: str) -> int | None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .checks import check_choice
 from .examples import Examples
-from .features import FEATURE_SETS, feature_index
+from .features import FEATURE_SETS, feature_index, feature_width
 
 __all__ = ["ESTIMATORS", "HEAD_KINDS", "LOSSES", "RouterHead", "make_head"]
 
@@ -44,10 +44,13 @@ class RouterHead(nn.Module):
     feature_std: Tensor
     tie_threshold: Tensor
 
-    def __init__(self, kind: str, estimator: str, feature_set: str, hidden: tuple[int, ...]) -> None:
+    def __init__(
+        self, kind: str, estimator: str, feature_set: str, hidden: tuple[int, ...], hidden_sizes: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.kind, self.estimator, self.feature_set, self.hidden = kind, estimator, feature_set, hidden
-        width = len(FEATURE_SETS[feature_set])
+        self.hidden_sizes = hidden_sizes
+        width = self.width
         self.register_buffer("feature_mean", torch.zeros(width))
         self.register_buffer("feature_std", torch.ones(width))
         outputs = len(LOSSES) * (1 if estimator == "gap" else 2)
@@ -58,7 +61,7 @@ class RouterHead(nn.Module):
     @property
     def width(self) -> int:
         """Number of features F."""
-        return len(FEATURE_SETS[self.feature_set])
+        return feature_width(self.feature_set, self.hidden_sizes)
 
     def set_normalisation(self, mean: Tensor, std: Tensor) -> None:
         """Store the training mean and deviation ``[F]`` of every feature; a constant feature is centred and not scaled.
@@ -137,7 +140,11 @@ class RouterHead(nn.Module):
 
 
 def make_head(
-    kind: str = "mlp", estimator: str = "gap", feature_set: str = "verified", hidden: Sequence[int] = (64, 64)
+    kind: str = "mlp",
+    estimator: str = "gap",
+    feature_set: str = "verified",
+    hidden: Sequence[int] = (64, 64),
+    hidden_sizes: Sequence[int] = (),
 ) -> RouterHead:
     """Build an untrained head.
 
@@ -146,9 +153,10 @@ def make_head(
         estimator: ``gap`` or ``two_confidence``.
         feature_set: a key of ``FEATURE_SETS``.
         hidden: widths of the hidden layers of ``mlp``; ``linear`` has none.
+        hidden_sizes: of the two models' hidden states, for a feature set that reads them: `feature_width`.
 
     Raises:
-        ValueError: an unknown name, answered with the nearest, or a width below one.
+        ValueError: an unknown name, answered with the nearest, a width below one, or sizes that the set does not take.
 
     >>> head = make_head("linear", "gap", feature_set="draft_only")
     >>> head(torch.zeros(3, head.width)).shape
@@ -160,7 +168,7 @@ def make_head(
     widths = tuple(int(size) for size in hidden)
     if kind == "mlp" and (not widths or min(widths) < 1):
         raise ValueError(f"hidden: expected at least one width, each >= 1, for an mlp; got {tuple(hidden)}")
-    return RouterHead(kind, estimator, feature_set, widths if kind == "mlp" else ())
+    return RouterHead(kind, estimator, feature_set, widths if kind == "mlp" else (), tuple(hidden_sizes))
 
 
 def _mlp(width: int, hidden: tuple[int, ...], outputs: int) -> nn.Sequential:

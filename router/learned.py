@@ -21,7 +21,7 @@ from ..cascade.statistics import Stats
 from .bundle import Bundle, find_bundle, load_bundle, write_bundle
 from .checks import check_choice, check_range
 from .config import CalibrationRow, RouterConfig
-from .features import build_features
+from .features import build_features, needs_hidden
 from .heads import LOSSES
 from .position_rules import PositionRule
 from .runtime import HeadRuntime
@@ -106,6 +106,16 @@ class LearnedRouter(PositionRule):
     def name(self) -> str:
         """How tables call it: head kind and estimator."""
         return f"router-{self.config.kind}-{self.config.estimator}"
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether it reads the models' hidden states, which the engine then collects."""
+        return needs_hidden(self.config.feature_set)
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        """How long it expects the drafter's and the verifier's hidden state; nothing if it reads none."""
+        return self.config.hidden_sizes
 
     def gap(self, stats: Stats) -> Float[Tensor, "*batch"]:
         """Estimate how much likelier the verifier's token is right than the drafter's, under the loss in force."""
