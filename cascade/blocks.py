@@ -1,7 +1,7 @@
 """What a rule sees of a drafted block, and what it must answer: the interface between `cascade` and `router`.
 
-Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token; ``R`` = C + T positions that end with the block, C of
-them before it, ``M`` number that a rule remembers of each.
+Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token, ``H`` hidden state; ``R`` = C + T positions that end with
+the block, C of them before it, ``M`` number that a rule remembers of each.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor
 from .forms import Distribution, as_distribution, view_sides
 from .statistics import Stats
 
-__all__ = ["TargetRule", "VerifyBlock"]
+__all__ = ["TargetRule", "VerifyBlock", "pick_states"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class VerifyBlock:
         positions: their places in the sequence ``[B, T]``, counted from 0, prompt included.
         memory: for a rule with a ``context``, what it remembers of the C = context − 1 positions before the block and
             of the block's own ``[B, C + T, M]``, in order; NaN where nothing is known. None: nobody remembered.
+        draft_hidden: what the drafter's output head read at each position ``[B, T, H1]``, float32; known to a rule that
+            asks for it by ``needs_hidden = True``.
+        verifier_hidden: what the verifier's read ``[B, T, H2]``, likewise.
     """
 
     draft: Distribution
@@ -41,6 +44,8 @@ class VerifyBlock:
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
     memory: Float[Tensor, "B R M"] | None = None
+    draft_hidden: Float[Tensor, "B T H1"] | None = None
+    verifier_hidden: Float[Tensor, "B T H2"] | None = None
 
     @classmethod
     def from_probs(
@@ -116,7 +121,8 @@ class VerifyBlock:
         if self.memory is not None:
             reach = torch.arange(self.memory.shape[1] - self.tokens.shape[1] + 1, device=index.device)
             memory = self.memory[torch.arange(len(places), device=index.device).unsqueeze(1), index + reach]
-        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, memory)
+        states = pick_states(self.draft_hidden, places), pick_states(self.verifier_hidden, places)
+        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, memory, *states)
 
     def raw(self) -> "VerifyBlock":
         """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p.
@@ -128,7 +134,14 @@ class VerifyBlock:
     @cached_property
     def stats(self) -> Stats:
         """The scalars of every position, each ``[B, T]``, computed once."""
-        return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw)
+        known = self.draft_hidden is not None and self.verifier_hidden is not None
+        hidden = (self.draft_hidden, self.verifier_hidden) if known else None
+        return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw, hidden)
+
+
+def pick_states(states: Float[Tensor, "B T H"] | None, places: Int[Tensor, "B"]) -> Float[Tensor, "B 1 H"] | None:
+    """The hidden state at one position of each sequence, where states are known."""
+    return None if states is None else states.take_along_dim(places[:, None, None], dim=1)
 
 
 @runtime_checkable
@@ -136,8 +149,9 @@ class TargetRule(Protocol):
     """Anything that turns a block into the distribution to emit from: a rule, a trained router, a user's own.
 
     A rule may also offer ``defer_mask(block) -> bool [B, T]``, which the statistics and the ledger read, or
-    ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π.
-    One that reads the positions before a block has a ``context`` (`speccascade.cascade.memory`).
+    ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π. With
+    ``needs_hidden = True`` it finds both models' hidden states in the block; one that reads the positions before a block
+    has a ``context`` (`speccascade.cascade.memory`).
     """
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:

@@ -3,12 +3,12 @@
 A drafter hands over each token together with the very distribution it was drawn from: that pair is what makes
 verification exact.
 
-Shapes: ``B`` row, ``N`` unread tokens, ``T`` drafted tokens, ``V`` token.
+Shapes: ``B`` row, ``N`` unread tokens, ``T`` drafted tokens, ``V`` token, ``H`` hidden state.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from .distribute import distribute, join
 from .distributions import Sampling
-from .forms import Distribution, FromLogits
-from .models import CausalLM, PrefixState
+from .forms import Distribution, FromLogits, view_sides
+from .models import CausalLM, PrefixState, read_tokens
 from .pace import Pacer
 from .processing import process_logits
 from .views import view_module
@@ -37,6 +37,8 @@ class Draft:
         raw: q°, likewise; the same object where it is the same distribution.
         calls: forward passes of the drafter that each row asked for.
         lengths: how many tokens of each row count, at least one; the rest is padding.
+        hidden: what the drafter's output head read at the positions of ``law``, ``[B, T or T + 1, H]`` float32, if the
+            request asked for it.
     """
 
     tokens: Int[Tensor, "B T"]
@@ -44,6 +46,13 @@ class Draft:
     raw: Distribution
     calls: Sequence[int]
     lengths: Sequence[int]
+    hidden: Float[Tensor, "B D H"] | None = None
+
+    def to(self, device: torch.device) -> "Draft":
+        """Return it on a device."""
+        law, raw = view_sides(self.law, self.raw, lambda side: side.to(device))
+        hidden = None if self.hidden is None else self.hidden.to(device)
+        return replace(self, tokens=self.tokens.to(device), law=law, raw=raw, hidden=hidden)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class DraftRequest:
         sampling: how tokens are drawn.
         peek: whether to give q at the position after the drafted tokens too.
         pacer: tells when a row's block is long enough; default: at its limit.
+        hidden: whether to give the drafter's hidden states too; asked only of one with a ``hidden_size``.
     """
 
     rows: Sequence[Sequence[int]]
@@ -65,6 +75,7 @@ class DraftRequest:
     sampling: Sampling
     peek: bool = False
     pacer: Pacer | None = None
+    hidden: bool = False
 
     @property
     def length(self) -> int:
@@ -94,7 +105,7 @@ class Drafter(Protocol):
     """Anything that starts a fresh `DraftState` for each call.
 
     One with a ``decoder_start`` (None for decoder-only) is taken only beside a verifier with the same; one without the
-    attribute drafts from rows of any kind.
+    attribute drafts from rows of any kind. One that can give hidden states has a ``hidden_size``, their length H.
     """
 
     name: str
@@ -112,6 +123,7 @@ class ModelDrafter:
         self.model = model
         self.name = model.name
         self.vocab_size = model.vocab_size
+        self.hidden_size: int | None = getattr(model, "hidden_size", None)
         self.max_length: int | None = getattr(model, "max_length", None)
         self.decoder_start: int | None = getattr(model, "decoder_start", None)
 
@@ -130,28 +142,31 @@ class ModelDraftState:
 
     def propose(self, request: DraftRequest) -> Draft:
         """Draft a block after every row."""
-        tokens, probs, logits = list[Tensor](), list[Distribution](), list[Tensor]()
+        tokens, probs, logits, states = list[Tensor](), list[Distribution](), list[Tensor](), list[Tensor]()
         sampling, histories = request.sampling, request.rows
         unread, counts = pad_unread(request.rows, self._state.lengths, self._device)
         lengths = list(request.limits)
         step = 0
         while step < max(lengths) + request.peek:
-            logits.append(self._state.extend(unread, counts, keep=1))
-            probs.append(distribute(process_logits(logits[-1], histories, sampling), sampling, self._source))
+            after, state = read_tokens(self._state, unread, counts, 1, request.hidden)
+            logits.append(after)
+            if state is not None:
+                states.append(state)
+            probs.append(distribute(process_logits(after, histories, sampling), sampling, self._source))
             if step < max(lengths):
                 unread, counts = probs[-1].sample(request.uniforms[:, step : step + 1]), [1] * len(counts)
                 tokens.append(unread)
                 if sampling.reads_history:
                     histories = [[*row, token] for row, token in zip(histories, unread[:, 0].tolist(), strict=True)]
                 if request.pacer is not None:
-                    raw = probs[-1] if sampling.is_plain else FromLogits(logits[-1])
+                    raw = probs[-1] if sampling.is_plain else FromLogits(after)
                     goes_on = request.pacer.goes_on(probs[-1], raw)
                     lengths = [n if on else min(n, step + 1) for n, on in zip(lengths, goes_on, strict=True)]
             step += 1
         law = join(probs)
         raw = law if sampling.is_plain else FromLogits(torch.cat(logits, dim=1))
         calls = [length + request.peek for length in lengths]
-        return Draft(torch.cat(tokens, dim=1), law, raw, calls, lengths)
+        return Draft(torch.cat(tokens, dim=1), law, raw, calls, lengths, torch.cat(states, dim=1) if states else None)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""

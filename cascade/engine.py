@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .blocks import TargetRule, VerifyBlock
+from .blocks import TargetRule, VerifyBlock, pick_states
 from .checks import check_count
 from .distributions import Sampling, draw, draw_uniforms
 from .drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
@@ -25,10 +25,10 @@ from .forms import Distribution, Whole, view_sides
 from .memory import Memory, RememberingRule, context_of
 from .models import CausalLM, PrefixState
 from .pace import AdaptiveGamma, Pacer
-from .pair import PairLoop, PairState, score
+from .pair import PairLoop, PairState, Scored, score
 from .requests import Request, Row
 from .results import LedgerEntry
-from .targets import Target, check_rule, read_target
+from .targets import Target, check_hidden, check_rule, read_target
 from .verify import emission_law, judge
 
 __all__ = ["Round", "RoundObserver", "SpeculativeCascade"]
@@ -76,7 +76,8 @@ class SpeculativeCascade(PairLoop):
     Args:
         drafter: a Hugging Face model or any `Drafter`; two encoder-decoders (T5 family), or neither.
         verifier: a Hugging Face model or any `CausalLM`.
-        rule: anything with ``target(block) -> [B, T, V]``, such as ``rules.OPT(alpha=0.3)`` or a `LearnedRouter`.
+        rule: anything with ``target(block) -> [B, T, V]``, such as ``rules.OPT(alpha=0.3)`` or a `LearnedRouter`. With
+            ``needs_hidden = True`` it is also shown both models' hidden states.
         gamma: tokens drafted per block, or an `AdaptiveGamma`, which stops a block when the next token would not pay.
         bonus: where the token after a fully accepted block comes from: the ``"verifier"`` (p) or the ``"target"`` (π,
             at the price of one more drafter step a block).
@@ -85,8 +86,8 @@ class SpeculativeCascade(PairLoop):
 
     Raises:
         ValueError: an argument out of range, a model that cannot be run exactly (recurrent, an encoder-decoder with
-            absolute positions), an encoder-decoder beside a decoder-only model, or a rule with a ``context`` that does
-            not say what to remember.
+            absolute positions), an encoder-decoder beside a decoder-only model, a rule with a ``context`` that does not say
+            what to remember, or one that needs the hidden states of a drafter that has none (a look-up, a cascade).
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class SpeculativeCascade(PairLoop):
         if isinstance(gamma, AdaptiveGamma) and not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"gamma: AdaptiveGamma needs a model that drafts token by token, not {self.drafter.name}")
         self.rule = rule
+        self.needs_hidden = check_hidden(rule, self.drafter, self.verifier)
         self.pace = gamma if isinstance(gamma, AdaptiveGamma) else None
         self.gamma = gamma.maximum if isinstance(gamma, AdaptiveGamma) else gamma
         self.bonus = bonus
@@ -152,7 +154,9 @@ class SpeculativeCascade(PairLoop):
         # Every round takes the same number of uniforms from a row: for γ drafts, γ tests, a replacement and a bonus.
         uniforms = draw_uniforms(generators, 2 * self.gamma + 2)
         peek = self.bonus == "target"
-        draft = draft_state.propose(DraftRequest(rows, limits, uniforms[:, : self.gamma], sampling, peek, pacer))
+        draft = draft_state.propose(
+            DraftRequest(rows, limits, uniforms[:, : self.gamma], sampling, peek, pacer, self.needs_hidden)
+        )
         block, after = self._score(rows, draft, sampling, verify_state)
         lengths = list(draft.lengths)
         ends = torch.tensor(lengths, device=block.tokens.device)
@@ -179,27 +183,20 @@ class SpeculativeCascade(PairLoop):
         There the drafter's distribution is known only if it was asked for; otherwise the verifier's stands in, and the
         block serves for its ``verifier`` alone.
         """
-        device, length = self.verifier.device, draft.tokens.shape[1]
-        drafted = [[*row, *new] for row, new in zip(rows, draft.tokens.tolist(), strict=True)]
-        verifier, verifier_raw = score(self.verifier, verify_state, drafted, sampling, length + 1, "verifier")
-        q, q_raw = view_sides(draft.law, draft.raw, lambda side: side.to(device))
-        p, p_raw = view_sides(verifier, verifier_raw, lambda side: side.first(length))
-        starts = torch.tensor([[len(row)] for row in rows], device=device)
+        length, drafted = draft.tokens.shape[1], draft.tokens.tolist()
+        read = [[*row, *new] for row, new in zip(rows, drafted, strict=True)]
+        scored = score(self.verifier, verify_state, read, sampling, length + 1, "verifier", self.needs_hidden)
+        draft = draft.to(self.verifier.device)
+        starts = torch.tensor([[len(row)] for row in rows], device=self.verifier.device)
         block = VerifyBlock(
-            *view_sides(q, q_raw, lambda side: side.first(length)),
-            p,
-            p_raw,
-            tokens=draft.tokens.to(device),
-            positions=starts + torch.arange(length, device=device),
+            *view_sides(draft.law, draft.raw, lambda side: side.first(length)),
+            *view_sides(scored.law, scored.raw, lambda side: side.first(length)),
+            tokens=draft.tokens,
+            positions=starts + torch.arange(length, device=starts.device),
+            draft_hidden=None if draft.hidden is None else draft.hidden[:, :length],
+            verifier_hidden=None if scored.hidden is None else scored.hidden[:, :length],
         )
-        ends = torch.tensor(list(draft.lengths), device=device)
-        p, p_raw = view_sides(verifier, verifier_raw, lambda side: side.pick(ends))
-        if q.shape[1] > length:
-            q, q_raw = view_sides(q, q_raw, lambda side: side.pick(ends))
-        else:
-            q, q_raw = p, p_raw
-        after = VerifyBlock(q, q_raw, p, p_raw, torch.zeros_like(starts), positions=starts + ends.unsqueeze(1))
-        return block, after
+        return block, _position_after(draft, scored, starts)
 
     def _draw_last(
         self, full: Bool[Tensor, "B"], excess: Tensor | None, after: VerifyBlock, uniforms: Float[Tensor, "B 2"]
@@ -328,6 +325,18 @@ class CascadeSession:
     def _emitted(self, target: Target, block: VerifyBlock, after: VerifyBlock) -> Float[Tensor, "B D V"]:
         law = emission_law(target.dense(), block.draft_probs)
         return torch.cat([law, self._cascade.bonus_law(after).dense], dim=1)
+
+
+def _position_after(draft: Draft, scored: Scored, starts: Int[Tensor, "B 1"]) -> VerifyBlock:
+    """The position after each row's drafted tokens, as a block of ``[B, 1]``."""
+    ends = torch.tensor(list(draft.lengths), device=starts.device)
+    p, p_raw = view_sides(scored.law, scored.raw, lambda side: side.pick(ends))
+    q, q_raw, draft_hidden = p, p_raw, None
+    if draft.law.shape[1] > draft.tokens.shape[1]:
+        q, q_raw = view_sides(draft.law, draft.raw, lambda side: side.pick(ends))
+        draft_hidden = pick_states(draft.hidden, ends)
+    hidden = draft_hidden, pick_states(scored.hidden, ends)
+    return VerifyBlock(q, q_raw, p, p_raw, torch.zeros_like(starts), starts + ends.unsqueeze(1), *hidden)
 
 
 def _block_entries(round_: Round, with_tv: bool) -> list[list[LedgerEntry]]:

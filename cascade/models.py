@@ -3,12 +3,14 @@
 Knows no tokenizer, no rule and no sampling. `TransformersLM` adapts any decoder-only Hugging Face model (`seq2seq.py`
 adapts encoder-decoders); anything with the same two protocols will do.
 
-Shapes: ``B`` row, ``N`` tokens read at once, ``V`` token.
+Shapes: ``B`` row, ``N`` tokens read at once, ``V`` token, ``H`` hidden state.
 """
 
 import inspect
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,11 +23,15 @@ from .cache import RaggedCache, refuse_unsupported, visible_keys
 __all__ = [
     "CausalLM",
     "PrefixState",
+    "RevealingState",
     "TransformersLM",
     "as_mask",
     "check_vocab_size",
     "find_cache_argument",
+    "hidden_size_of",
     "keep_last",
+    "read_tokens",
+    "reveal_hidden",
     "vocab_rows",
 ]
 
@@ -56,11 +62,23 @@ class PrefixState(Protocol):
 
 
 @runtime_checkable
+class RevealingState(PrefixState, Protocol):
+    """A state that also tells what the model's output head read: hidden states, for rules that ask for them."""
+
+    def extend_with_hidden(
+        self, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int
+    ) -> tuple[Float[Tensor, "B keep V"], Float[Tensor, "B keep H"]]:
+        """Do as `extend`; return the same logits, and the float32 states that each of them follows from."""
+        ...
+
+
+@runtime_checkable
 class CausalLM(Protocol):
     """A model that starts a fresh `PrefixState` for each call, so that nothing leaks from one call into the next.
 
     An encoder-decoder also has ``decoder_start``: `start` gives it the encoder's prompts, and the rows that its state
-    reads begin with this one token instead. Without it (or with None) the rows begin with the prompts.
+    reads begin with this one token instead. Without it (or with None) the rows begin with the prompts. One whose
+    states are `RevealingState` says so by ``hidden_size``, the H of its hidden states.
     """
 
     name: str
@@ -93,6 +111,7 @@ class TransformersLM:
         if "position_ids" not in parameters:
             raise ValueError(f"{type(model).__name__}: rows of different lengths need a model that takes position_ids")
         self.vocab_size = check_vocab_size(model, vocab_size)
+        self.hidden_size = hidden_size_of(model)
         self.model = model.eval()
         self.max_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.name = model.config.name_or_path or type(model).__name__
@@ -150,6 +169,12 @@ class TransformersState:
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         return keep_last(logits, [tokens.shape[1] - count for count in counts], keep)
 
+    def extend_with_hidden(
+        self, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int
+    ) -> tuple[Float[Tensor, "B keep V"], Float[Tensor, "B keep H"]]:
+        """Do as `extend`; return the same logits, and what the output head read for each of them."""
+        return reveal_hidden(self._owner.model, self, tokens, counts, keep)
+
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but the first ``lengths[i]`` tokens of row i."""
         kept = zip(lengths, self._lengths, strict=True)
@@ -166,6 +191,56 @@ def vocab_rows(model: PreTrainedModel) -> int:
     """Number of rows of the output head, padding rows included."""
     rows: int = model.get_output_embeddings().weight.shape[0]
     return rows
+
+
+def hidden_size_of(model: PreTrainedModel) -> int:
+    """Length of the states that the output head reads."""
+    size: int = model.get_output_embeddings().weight.shape[1]
+    return size
+
+
+def read_tokens(
+    state: PrefixState, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int, hidden: bool
+) -> tuple[Float[Tensor, "B keep V"], Float[Tensor, "B keep H"] | None]:
+    """Extend a state; with ``hidden`` return also what its model's output head read."""
+    if not hidden:
+        return state.extend(tokens, counts, keep), None
+    assert isinstance(state, RevealingState), f"expected a state that tells hidden states, got {type(state).__name__}"
+    return state.extend_with_hidden(tokens, counts, keep)
+
+
+def reveal_hidden(
+    model: PreTrainedModel, state: PrefixState, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int
+) -> tuple[Float[Tensor, "B keep V"], Float[Tensor, "B keep H"]]:
+    """Extend a state of ``model`` and look on while its output head reads.
+
+    Raises:
+        ValueError: a model that multiplies by its head's weights without calling the head.
+    """
+    with _watch_head(model) as seen:
+        logits = state.extend(tokens, counts, keep)
+    if len(seen) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: expected a model that calls its output head once, where a rule reads hidden "
+            f"states, got {len(seen)} calls"
+        )
+    return logits, keep_last(seen[0], [tokens.shape[1] - count for count in counts], keep).float()
+
+
+@contextmanager
+def _watch_head(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """While this lasts, collect what the output head is given in this thread; others may run the same model."""
+    seen, thread = list[Tensor](), threading.get_ident()
+
+    def look(module: Any, arguments: tuple[Any, ...]) -> None:
+        if threading.get_ident() == thread:
+            seen.append(arguments[0])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def check_vocab_size(model: PreTrainedModel, vocab_size: int | None) -> int:
@@ -193,7 +268,7 @@ def as_mask(model: PreTrainedModel, visible: Bool[Tensor, "B 1 N S"]) -> Tensor:
 
 
 def keep_last(logits: Float[Tensor, "B M V"], padding: Sequence[int], keep: int) -> Float[Tensor, "B keep V"]:
-    """The logits at each row's last ``keep`` tokens, behind which ``padding[i]`` positions of row i are padding."""
+    """Logits or states at each row's last ``keep`` tokens, behind which ``padding[i]`` places of row i are padding."""
     width = logits.shape[1]
     if not any(padding):
         return logits[:, width - keep :]

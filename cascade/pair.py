@@ -3,10 +3,11 @@
 Knows no rule, no threshold and no block: it lets the drafter take one step, lets the verifier read, and keeps both in
 step with the kept tokens.
 
-Shapes: ``B`` row, ``K`` positions asked for, ``V`` token.
+Shapes: ``B`` row, ``K`` positions asked for, ``V`` token, ``H`` hidden state.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,10 +19,10 @@ from .distributions import Sampling
 from .drafters import Draft, Drafter, DraftRequest, DraftState, pad_unread
 from .forms import Distribution, FromLogits
 from .generation import GenerationLoop
-from .models import CausalLM, PrefixState
+from .models import CausalLM, PrefixState, read_tokens
 from .processing import process_logits
 
-__all__ = ["PairLoop", "PairState", "draft_one", "score", "tokens_of"]
+__all__ = ["PairLoop", "PairState", "Scored", "draft_one", "score", "tokens_of"]
 
 
 class PairLoop(GenerationLoop):
@@ -80,8 +81,9 @@ class PairState:
     def verify(
         self, rows: Sequence[Sequence[int]], sampling: Sampling, positions: int = 1
     ) -> tuple[Distribution, Distribution]:
-        """One pass of the verifier: `score`."""
-        return score(self._verifier, self.verifying, rows, sampling, positions, "verifier")
+        """One pass of the verifier: p and p° of `score`."""
+        scored = score(self._verifier, self.verifying, rows, sampling, positions, "verifier")
+        return scored.law, scored.raw
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but at most the first ``lengths[i]`` tokens of row i."""
@@ -94,6 +96,14 @@ class PairState:
         self.verifying.select_rows(rows)
 
 
+class Scored(NamedTuple):
+    """What a model says at K positions of each row: p, p°, and its hidden states if asked for."""
+
+    law: Distribution
+    raw: Distribution
+    hidden: Float[Tensor, "B K H"] | None
+
+
 def score(
     model: CausalLM,
     state: PrefixState,
@@ -101,15 +111,17 @@ def score(
     sampling: Sampling,
     positions: int,
     role: str,
-) -> tuple[Distribution, Distribution]:
+    hidden: bool = False,
+) -> Scored:
     """One pass of a model over all that it has not read yet: p and p° at the last ``positions`` of each row.
 
-    The last of them is the position after the row's last token. ``role`` is how an error calls the model.
+    The last of them is the position after the row's last token. ``role`` is how an error calls the model; ``hidden``
+    asks for its hidden states there.
     """
     unread, counts = pad_unread(rows, state.lengths, model.device)
-    logits = state.extend(unread, counts, keep=positions)
+    logits, states = read_tokens(state, unread, counts, positions, hidden)
     law = distribute(process_logits(logits, rows, sampling), sampling, f"the {role} {model.name}")
-    return law, law if sampling.is_plain else FromLogits(logits)
+    return Scored(law, law if sampling.is_plain else FromLogits(logits), states)
 
 
 def draft_one(

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import RaggedCache, refuse_attention, visible_keys
 from .drafters import pad_unread
-from .models import as_mask, check_vocab_size, find_cache_argument, keep_last
+from .models import as_mask, check_vocab_size, find_cache_argument, hidden_size_of, keep_last, reveal_hidden
 
 __all__ = ["EncoderDecoderLM"]
 
@@ -48,6 +48,7 @@ class EncoderDecoderLM:
             )
         refuse_attention(model)
         self.vocab_size = check_vocab_size(model, vocab_size)
+        self.hidden_size = hidden_size_of(model)
         self.model = model.eval()
         self.decoder_start = _find_decoder_start(model, self.vocab_size)
         self.max_length: int | None = None  # relative distances have no end
@@ -101,6 +102,12 @@ class EncoderDecoderState:
         ).logits[..., : owner.vocab_size]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         return keep_last(logits, [width - count for count in counts], keep)
+
+    def extend_with_hidden(
+        self, tokens: Int[Tensor, "B N"], counts: Sequence[int], keep: int
+    ) -> tuple[Float[Tensor, "B keep V"], Float[Tensor, "B keep H"]]:
+        """Do as `extend`; return the same logits, and what the output head read for each of them."""
+        return reveal_hidden(self._owner.model, self, tokens, counts, keep)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget all but the first ``lengths[i]`` decoder tokens of row i."""

@@ -65,7 +65,7 @@ class SingleSession:
     def step(self, rows: Sequence[Row], request: Request) -> list[list[LedgerEntry]]:
         """Write the next token of every row."""
         owner, sequences = self._owner, [row.tokens for row in rows]
-        law, _ = score(owner.model, self._state, sequences, request.sampling, 1, "model")
+        law = score(owner.model, self._state, sequences, request.sampling, 1, "model").law
         tokens = law.sample(draw_uniforms([row.generator for row in rows], 1))[:, 0].tolist()
         for row in rows:
             row.rounds += 1

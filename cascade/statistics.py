@@ -1,13 +1,14 @@
 """(q, p) to one record of scalars a position: what rules, features, labels and offline sweeps all read.
 
 Live, the scalars come from the two models' distributions, each computed once and only when asked for. Offline they
-come from trace columns of the same names. No scalar depends on a drafted token: a rule that reads them depends on
-the prefix alone, which is what keeps the emitted law exact.
+come from trace columns of the same names. Beside the scalars stand two richer views of a position, for whoever asks:
+both models' most probable tokens, and their hidden states. Nothing here depends on a drafted token: a rule that reads
+it depends on the prefix alone, which is what keeps the emitted law exact.
 
-Shapes: ``*batch`` any leading axes (``[B, T]`` in the engine, ``[N]`` in a trace), ``V`` token.
+Shapes: ``*batch`` any leading axes (``[B, T]`` in the engine, ``[N]`` in a trace), ``V`` token, ``H`` hidden state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .checks import check_count
 from .forms import Distribution, as_distribution, cross_entropy, distance
+from .leading import Leading, find_leading
 
 __all__ = ["STAT_FIELDS", "Stats"]
 
@@ -51,12 +54,17 @@ class Stats:
         verifier_probs: p, likewise.
         draft_confidence: q°, likewise.
         verifier_confidence: p°, likewise.
+        hidden: what each model's output head read to predict the token, ``[*batch, H]`` of either model, float32 or
+            float16; None where it is not known.
     """
 
     _draft: Distribution
     _verifier: Distribution
     _draft_raw: Distribution
     _verifier_raw: Distribution
+    _leading: dict[int, Leading]
+    _find_leading: Callable[[int], Leading] | None
+    _hidden: tuple[Tensor, Tensor] | None
 
     def __init__(
         self,
@@ -64,6 +72,7 @@ class Stats:
         verifier_probs: Tensor | Distribution,
         draft_confidence: Tensor | Distribution,
         verifier_confidence: Tensor | Distribution,
+        hidden: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         draft, verifier = as_distribution(draft_probs), as_distribution(verifier_probs)
         self.__dict__.update(
@@ -71,11 +80,23 @@ class Stats:
             _verifier=verifier,
             _draft_raw=draft if draft_confidence is draft_probs else as_distribution(draft_confidence),
             _verifier_raw=verifier if verifier_confidence is verifier_probs else as_distribution(verifier_confidence),
+            _leading={},
+            _hidden=hidden,
         )
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Tensor]) -> "Stats":
+    def from_columns(
+        cls,
+        columns: Mapping[str, Tensor],
+        leading: Callable[[int], Leading] | None = None,
+        hidden: tuple[Tensor, Tensor] | None = None,
+    ) -> "Stats":
         """Take every field of ``STAT_FIELDS`` as given: the same record, read back from a trace.
+
+        Args:
+            columns: every field by name ``[*batch]``.
+            leading: answers `leading` for any K, once each; None where that is not known.
+            hidden: both models' hidden states ``[*batch, H]``; None where they are not known.
 
         Raises:
             ValueError: a field is missing or unknown.
@@ -86,6 +107,7 @@ class Stats:
             raise ValueError(f"columns: expected the fields of Stats, missing {missing}, unknown {unknown}")
         stats = cls.__new__(cls)
         stats.__dict__.update({name: columns[name] for name in STAT_FIELDS})
+        stats.__dict__.update(_leading={}, _find_leading=leading, _hidden=hidden)
         return stats
 
     @property
@@ -102,9 +124,39 @@ class Stats:
         """Compute and return every field by name, in the order of ``STAT_FIELDS``."""
         return {name: getattr(self, name) for name in STAT_FIELDS}
 
+    def leading(self, count: int) -> Leading:
+        """Tell how probable both models' ``count`` most probable tokens are to either, ``[*batch, count]``; remembered.
+
+        Raises:
+            ValueError: statistics that were read back without them, or a count below one.
+        """
+        check_count("count", count)
+        known = self._leading
+        if count not in known:
+            known[count] = self._search_leading(count)
+        return known[count]
+
+    @property
+    def hidden(self) -> tuple[Float[Tensor, "*batch H1"], Float[Tensor, "*batch H2"]]:
+        """The drafter's and the verifier's hidden state: what either output head read to predict the token.
+
+        Raises:
+            ValueError: they are not known; a rule must ask for them beforehand, and a trace must hold them.
+        """
+        if self._hidden is None:
+            raise ValueError(
+                "hidden: expected positions with the hidden states of both models, got none; live, a rule asks for "
+                "them by `needs_hidden = True`, and a trace holds them if collected with hidden=true"
+            )
+        return self._hidden
+
     def select(self, index: Any) -> "Stats":
         """Take the same index of every field."""
-        return Stats.from_columns({name: column[index] for name, column in self.columns().items()})
+        columns = {name: column[index] for name, column in self.columns().items()}
+        hidden = None if self._hidden is None else (self._hidden[0][index], self._hidden[1][index])
+        return Stats.from_columns(
+            columns, lambda count: Leading(*(values[index] for values in self.leading(count))), hidden
+        )
 
     def arrange(self, index: Int[Tensor, "*shape"]) -> "Stats":
         """Lay flat positions ``[N]`` out by ``index``; −1 stands for one of which nothing is known: NaN in every field.
@@ -125,17 +177,15 @@ class Stats:
         columns = self.columns()
         agree = columns["argmax_agree"]
         one, zero = torch.ones_like(agree), torch.zeros_like(agree)
-        return Stats.from_columns(
-            columns
-            | {
-                "tv": 1 - agree,
-                "draft_max_processed": one,
-                "verifier_max_processed": one,
-                "draft_entropy_processed": zero,
-                "verifier_entropy_processed": zero,
-                "verifier_at_draft_processed": agree,
-            }
-        )
+        changed = {
+            "tv": 1 - agree,
+            "draft_max_processed": one,
+            "verifier_max_processed": one,
+            "draft_entropy_processed": zero,
+            "verifier_entropy_processed": zero,
+            "verifier_at_draft_processed": agree,
+        }
+        return Stats.from_columns(columns | changed, self.leading, self._hidden)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Stats is frozen: cannot set {name!r}")
@@ -148,6 +198,15 @@ class Stats:
     def _is_plain(self) -> bool:
         """Whether processed and raw distributions are the same, so that no distance is computed twice."""
         return self._draft is self._draft_raw and self._verifier is self._verifier_raw
+
+    def _search_leading(self, count: int) -> Leading:
+        if "_draft" in self.__dict__:
+            return find_leading(self._draft_raw, self._verifier_raw, count)
+        if self._find_leading is None:
+            raise ValueError(
+                f"leading: expected positions with both models' {count} most probable tokens, got scalars alone"
+            )
+        return self._find_leading(count)
 
     @cached_property
     def draft_max(self) -> Float[Tensor, "*batch"]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .blocks import TargetRule, VerifyBlock
 from .forms import Distribution
 
-__all__ = ["Moved", "MovingRule", "Plain", "Switched", "Target", "check_rule", "read_target"]
+__all__ = ["Moved", "MovingRule", "Plain", "Switched", "Target", "check_hidden", "check_rule", "read_target"]
 
 
 @runtime_checkable
@@ -164,6 +164,29 @@ def check_rule(rule: object) -> None:
         raise ValueError(f"rule: expected an object such as {rule.__name__}(...), got the class {rule.__name__}")
     if not callable(getattr(rule, "target", None)):
         raise ValueError(f"rule: expected an object with target(block), got {type(rule).__name__}")
+
+
+def check_hidden(rule: object, drafter: Any, verifier: Any) -> bool:
+    """Tell whether a rule needs hidden states; refuse a drafter or a verifier that has none.
+
+    A rule may also say how long it expects the two models' states, by ``hidden_sizes``.
+
+    Raises:
+        ValueError: the rule says ``needs_hidden`` and a model states no ``hidden_size``, or another than expected.
+    """
+    if not getattr(rule, "needs_hidden", False):
+        return False
+    for role, model in (("drafter", drafter), ("verifier", verifier)):
+        if getattr(model, "hidden_size", None) is None:
+            raise ValueError(
+                f"{role} {model.name}: expected a single language model, whose hidden states {rule!r} reads, "
+                f"got {type(model).__name__}"
+            )
+    given = drafter.hidden_size, verifier.hidden_size
+    wanted = tuple(getattr(rule, "hidden_sizes", given))
+    if wanted != given:
+        raise ValueError(f"rule {rule!r}: expected models with hidden states of sizes {wanted}, got {given}")
+    return True
 
 
 def read_target(rule: TargetRule, block: VerifyBlock) -> Target:

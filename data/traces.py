@@ -18,12 +18,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ..cascade.leading import Leading, order_ties
 from ..cascade.statistics import STAT_FIELDS, Stats
 from ..router.checks import unknown_name
 from .manifest import MANIFEST, Manifest
 from .pairs import file_digest
-from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA, read_rows
+from .shards import CASCADE_COLUMNS, HIDDEN_COLUMNS, OUTCOME_COLUMNS, SCHEMA, read_rows
 
 __all__ = ["TraceSplit", "Traces", "find_finished"]
 
@@ -38,7 +40,8 @@ class TraceSplit:
         position: ``[N]`` long, index of the label in its whole sequence.
         label: ``[N]`` long, the true next token; in speculative runs the verifier's choice.
         token: ``[N]`` long, what the drafter proposes (teacher-forced: argmax of q°).
-        stats: every `Stats` field, ``[N]`` float32.
+        stats: every `Stats` field, ``[N]`` float32; its `leading` comes from the top-k columns, where these hold raw
+            confidences, and its `hidden` (float16) was read only if asked for.
         q_label: q(label) ``[N]``, processed as sampled from.
         p_label: p(label) ``[N]``.
         topk_ids: ``[N, K]`` long, ascending, padded with -1: the union of both models' most probable tokens.
@@ -160,11 +163,17 @@ class Traces:
         """Names of the splits that hold rows."""
         return tuple(name for name, rows in self.manifest.split_rows.items() if rows)
 
-    def split(self, name: str, origin: str | None = None) -> TraceSplit:
-        """Load one split as tensors; of a merged set the rows of one `origin` only, where it is given.
+    def split(self, name: str, origin: str | None = None, hidden: bool = False) -> TraceSplit:
+        """Load one split as tensors.
+
+        Args:
+            name: the split.
+            origin: of a merged set, take only the rows of this one.
+            hidden: whether to read both models' hidden states into ``stats.hidden`` too: 2·H bytes a position.
 
         Raises:
-            ValueError: no such split, or an empty one; no such origin, or one without rows in the split.
+            ValueError: no such split, or an empty one; no such origin, or one without rows in the split; hidden states
+                that were not collected.
         """
         if name not in self.splits:
             raise ValueError(
@@ -175,30 +184,78 @@ class Traces:
         files = [self.folder / shard.file for shard in shards]
         if not files:
             raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
-        held = set(pq.read_schema(files[0]).names)
-        optional = [column for column in (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names) if column in held]
-        table = read_rows(files, split=name, columns=[*SCHEMA.names, *optional])  # hidden states stay where they are
+        table = read_rows(files, split=name, columns=self._columns_of(files[0], hidden))
         if not table.num_rows:
             raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
+        tops = _padded(table, "topk_ids", width, -1).long(), *(_padded(table, n, width, 0.0) for n in _TOP_PROBS)
+        plan = self.manifest.plan
         return TraceSplit(
             prompt_ids=tuple(names),
             prompt_index=torch.from_numpy(order.astype(np.int64)),
             position=_column(table, "position").long(),
             label=_column(table, "label").long(),
             token=_column(table, "token").long(),
-            stats=Stats.from_columns({name: _column(table, name) for name in STAT_FIELDS}),
+            stats=Stats.from_columns(
+                {name: _column(table, name) for name in STAT_FIELDS},
+                _LoggedTops(*tops, temperature=plan.temperature, top_k=plan.top_k),
+                (_vectors(table, HIDDEN_COLUMNS[0]), _vectors(table, HIDDEN_COLUMNS[1])) if hidden else None,
+            ),
             q_label=_column(table, "q_label"),
             p_label=_column(table, "p_label"),
-            topk_ids=_padded(table, "topk_ids", width, -1).long(),
-            topk_q=_padded(table, "topk_q", width, 0.0),
-            topk_p=_padded(table, "topk_p", width, 0.0),
-            temperature=self.manifest.plan.temperature,
-            top_k=self.manifest.plan.top_k,
+            topk_ids=tops[0],
+            topk_q=tops[1],
+            topk_p=tops[2],
+            temperature=plan.temperature,
+            top_k=plan.top_k,
             **_optional_columns(table),
         )
+
+    def _columns_of(self, file: Path, hidden: bool) -> list[str]:
+        """What to read of the shards, all of which have the columns of one; hidden states only where asked for."""
+        held = set(pq.read_schema(file).names)
+        if hidden and not held.issuperset(HIDDEN_COLUMNS):
+            raise ValueError(f"hidden: expected traces collected with hidden=true, {self.folder} holds none")
+        optional = (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names)
+        return [*SCHEMA.names, *(name for name in optional if name in held), *(HIDDEN_COLUMNS if hidden else ())]
+
+
+_TOP_PROBS = ("topk_q", "topk_p")
+
+
+@dataclass(frozen=True)
+class _LoggedTops:
+    """`Stats.leading` from the top-k columns ``[N, K]``, worked out when asked for.
+
+    The union of both models' ``top_k`` tokens holds each one's k most probable for any k up to ``top_k``. The columns
+    hold q and p, which are the raw confidences only where the trace was made at temperature 1.
+    """
+
+    ids: Tensor
+    q: Tensor
+    p: Tensor
+    temperature: float | None
+    top_k: int | None
+
+    def __call__(self, count: int) -> Leading:
+        if self.temperature != 1:
+            raise ValueError(
+                f"leading: expected a trace of temperature 1, whose top-k columns are raw confidences, "
+                f"got temperature {self.temperature}"
+            )
+        if self.top_k is None or count > self.top_k:
+            raise ValueError(f"leading: expected at most the logged top_k of {self.top_k} tokens, got {count}")
+        sides = [*self._order(self.q, self.p, count), *self._order(self.p, self.q, count)]
+        short = max(0, count - self.ids.shape[1])
+        return Leading(*(functional.pad(values, (0, short)) for values in sides))
+
+    def _order(self, own: Tensor, other: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """One model's largest probabilities, and the other's at those tokens; padding holds 0 in both, and is last."""
+        slots = torch.arange(self.ids.shape[1]).expand_as(self.ids)  # their ids ascend
+        values, chosen = order_ties(own, slots, count)
+        return values, other.gather(-1, chosen)
 
 
 def find_finished(folder: Path) -> Manifest | None:
@@ -236,3 +293,10 @@ def _padded(table: pa.Table, name: str, width: int, fill: float) -> Tensor:
     out = np.full((len(lengths), width), fill, dtype=values.dtype)
     out[np.arange(width) < lengths[:, None]] = values
     return torch.from_numpy(out)
+
+
+def _vectors(table: pa.Table, name: str) -> Tensor:
+    """A column of vectors ``[N, H]``, as they were stored."""
+    lists = table[name].combine_chunks()
+    values = np.array(lists.flatten().to_numpy(zero_copy_only=False))
+    return torch.from_numpy(values.reshape(len(lists), lists.type.list_size))

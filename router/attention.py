@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .features import FEATURE_SETS
+from .features import feature_width
 from .head_base import HeadSpec, Signature
 from .position_head import RouterHead, output_count
 
@@ -84,7 +84,7 @@ class AttentionTrunk(nn.Module):
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         width, inner = spec.hidden
-        self.features, self.context = len(FEATURE_SETS[spec.feature_set]), spec.context
+        self.features, self.context = feature_width(spec.feature_set, spec.hidden_sizes), spec.context
         self.enter = nn.Linear(self.features, width)
         self.attention_norm, self.layer_norm, self.last_norm = (nn.LayerNorm(width) for _ in range(3))
         self.project = nn.Linear(width, 3 * width)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from .bundle import Bundle, write_bundle
 from .config import RouterConfig
+from .features import needs_hidden
 
 __all__ = ["Bundled"]
 
@@ -23,6 +24,16 @@ class Bundled:
     def config(self) -> RouterConfig:
         """What the bundle states about itself."""
         return self.bundle.config
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether it reads the models' hidden states, which the engine then collects."""
+        return needs_hidden(self.config.feature_set)
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        """How long it expects the drafter's and the verifier's hidden state; nothing if it reads none."""
+        return self.config.hidden_sizes
 
     def check_pair(
         self,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from .config import CalibrationRow, RouterConfig
+from .features import feature_width
 
 __all__ = ["render_card"]
 
@@ -57,12 +58,13 @@ def _usage(config: RouterConfig) -> str:
 
 def _facts(config: RouterConfig) -> str:
     hidden = f", hidden layers {' × '.join(map(str, config.hidden))}" if config.hidden else ""
+    width = feature_width(config.feature_set, config.hidden_sizes)
     rows = [
         ("Drafter", _named(config.drafter, config.drafter_digest)),
         ("Verifier", _named(config.verifier, config.verifier_digest)),
         ("Task", config.task or "not stated"),
         ("Head", f"{config.kind}{hidden}, estimator `{config.estimator}`"),
-        ("Features", f"`{config.feature_set}` ({len(config.features)}), schema `{config.feature_schema[:12]}`"),
+        ("Features", f"`{config.feature_set}` ({width}), schema `{config.feature_schema[:12]}`"),
         ("Losses", ", ".join(f"`{loss}`" for loss in config.losses)),
         ("Vocabulary", f"`{config.vocabulary_fingerprint[:12] or 'unknown'}`"),
         ("Traces", f"`{config.trace_digest[:12] or 'unknown'}`"),

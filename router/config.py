@@ -88,6 +88,7 @@ class RouterConfig:
     kind: str = "mlp"
     estimator: str = "gap"
     hidden: tuple[int, ...] = ()
+    hidden_sizes: tuple[int, ...] = ()
     feature_set: str = "verified"
     features: tuple[str, ...] = ()
     feature_schema: str = ""
@@ -115,7 +116,7 @@ class RouterConfig:
         Raises:
             ValueError: no head is described.
         """
-        return HeadSpec(self.kind, self.estimator, self.feature_set, self.hidden, self.losses, self.context, self.top_k)
+        return HeadSpec(**{entry.name: getattr(self, entry.name) for entry in fields(HeadSpec)})
 
     def check_features(self) -> None:
         """Compare the feature schema with the one of this code.
@@ -197,7 +198,7 @@ def _records(content: Mapping[str, Any]) -> dict[str, Any]:
     calibration = {key: _calibration_rows(rows) for key, rows in content["calibration"].items()}
     for name, value in content["figures"].items():
         _check_number(f"figures {name}", value)
-    lists = {name: tuple(content[name]) for name in ("hidden", "features", "losses")}
+    lists = {name: tuple(content[name]) for name in ("hidden", "hidden_sizes", "features", "losses")}
     return {"calibration": calibration, **lists}
 
 
@@ -224,6 +225,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "calibration": (dict,),
     "figures": (dict,),
     "hidden": (list,),
+    "hidden_sizes": (list,),
     "features": (list,),
     "losses": (list,),
     "context": (int,),

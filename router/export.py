@@ -189,12 +189,12 @@ def _probes(head: Head) -> Iterator[Float[Tensor, "N F"]]:
     for size in _BATCH_SIZES:
         noise = torch.randn(size, head.width, generator=generator)
         yield head.feature_mean + head.feature_std * noise
-        yield _real_like(size, head.feature_set, generator)
+        yield _real_like(size, head, generator)
     edges = [0.0, 1.0, -1.0, 1e30, -1e30, np.inf, -np.inf, np.nan]
     yield torch.tensor(edges).unsqueeze(-1).expand(-1, head.width).contiguous()
 
 
-def _real_like(size: int, feature_set: str, generator: torch.Generator) -> Tensor:
+def _real_like(size: int, head: Head, generator: torch.Generator) -> Tensor:
     """Features of random distribution pairs, from nearly one-hot to nearly uniform, and of three exact edges."""
     sharpness = torch.rand(2, size, 1, generator=generator) * 8
     draft, verifier = (sharpness * torch.randn(2, size, 32, generator=generator)).softmax(dim=-1)
@@ -203,4 +203,6 @@ def _real_like(size: int, feature_set: str, generator: torch.Generator) -> Tenso
     for row, (q, p) in enumerate([(uniform, uniform), (corners[0], corners[1]), (corners[0], corners[0])]):
         if row < size:
             draft[row], verifier[row] = q, p
-    return build_features(Stats(draft, verifier, draft, verifier), feature_set)
+    hidden = [torch.randn(size, width, generator=generator) for width in head.spec.hidden_sizes]
+    states = (hidden[0], hidden[1]) if hidden else None
+    return build_features(Stats(draft, verifier, draft, verifier, states), head.feature_set)

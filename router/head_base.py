@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .checks import check_choice
 from .examples import Examples
-from .features import FEATURE_SETS
+from .features import FEATURE_SETS, feature_width
 
 __all__ = ["ESTIMATORS", "LOSSES", "Head", "HeadSpec", "Signature"]
 
@@ -39,6 +39,7 @@ class HeadSpec:
         estimator: what the head learns, one of ``ESTIMATORS``.
         feature_set: which statistics it reads, a key of ``FEATURE_SETS``.
         hidden: widths of its hidden layers, for kinds that have some.
+        hidden_sizes: of the two models' hidden states, for a feature set that reads them.
         losses: one output column each, distinct and in this order.
         context: how many positions an estimate reads, its own included, for kinds that read order; 0: the default of
             the kind.
@@ -55,6 +56,7 @@ class HeadSpec:
     losses: tuple[str, ...] = ("zero_one", "sampled")
     context: int = 0
     top_k: int = 0
+    hidden_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, ESTIMATORS)
@@ -69,6 +71,7 @@ class HeadSpec:
             raise ValueError(f"losses: expected at least one, each once, got {self.losses}")
         if self.estimator == "two_confidence" and "log" in self.losses:
             raise ValueError("losses: two_confidence learns chances, expected zero_one and sampled, got 'log'")
+        feature_width(self.feature_set, self.hidden_sizes)  # refuses sizes that are missing or superfluous
         if self.context < 0:
             raise ValueError(f"context: expected a number >= 0, got {self.context}")
 
@@ -102,7 +105,7 @@ class Head(nn.Module):
     @property
     def width(self) -> int:
         """Number of features F."""
-        return len(FEATURE_SETS[self.feature_set])
+        return feature_width(self.feature_set, self.spec.hidden_sizes)
 
     @property
     def signature(self) -> Signature:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .attention import AttentionHead
 from .checks import check_choice
-from .features import FEATURE_SETS
+from .features import feature_width
 from .head_base import ESTIMATORS, LOSSES, Head, HeadSpec
 from .pooled import PooledEstimator
 from .position_head import RouterHead, output_count
@@ -27,6 +27,7 @@ def make_head(
     hidden: Sequence[int] = (64, 64),
     losses: Sequence[str] = ("zero_one", "sampled"),
     context: int = 0,
+    hidden_sizes: Sequence[int] = (),
 ) -> RouterHead:
     """Build an untrained head of positions.
 
@@ -37,6 +38,7 @@ def make_head(
         hidden: widths of the hidden layers; ``linear`` and ``trees`` have none, ``attention`` has two.
         losses: the columns of its output, from ``LOSSES``.
         context: how many positions an estimate of ``attention`` reads, its own included (0: eight); 0 for all others.
+        hidden_sizes: of the two models' hidden states, for a feature set that reads them.
 
     Raises:
         ValueError: an unknown name, answered with the nearest, a width below one, or what the kind does not offer.
@@ -47,7 +49,8 @@ def make_head(
     torch.Size([3, 2])
     """
     check_choice("kind", kind, HEAD_KINDS)
-    head = build_head(HeadSpec(kind, estimator, feature_set, tuple(map(int, hidden)), tuple(losses), context))
+    widths, sizes = tuple(map(int, hidden)), tuple(map(int, hidden_sizes))
+    head = build_head(HeadSpec(kind, estimator, feature_set, widths, tuple(losses), context, hidden_sizes=sizes))
     assert isinstance(head, RouterHead), f"{kind} is no head of positions"
     return head
 
@@ -77,7 +80,7 @@ def _mlp(spec: HeadSpec) -> RouterHead:
 
 def _layers(spec: HeadSpec) -> nn.Sequential:
     layers: list[nn.Module] = []
-    width = len(FEATURE_SETS[spec.feature_set]) + (spec.estimator == "cost_sensitive")
+    width = feature_width(spec.feature_set, spec.hidden_sizes) + (spec.estimator == "cost_sensitive")
     for size in spec.hidden:
         layers += [nn.Linear(width, size), nn.ReLU()]
         width = size

@@ -38,7 +38,8 @@ class OracleCascade(PairLoop):
         vocab_size: number of token ids that both models share and may emit; default: the smaller head.
 
     Raises:
-        ValueError: an object without a target, two vocabularies, or a model that cannot be run exactly.
+        ValueError: an object without a target, a rule that needs hidden states, two vocabularies, or a model that
+            cannot be run exactly.
     """
 
     def __init__(
@@ -49,6 +50,10 @@ class OracleCascade(PairLoop):
         vocab_size: int | None = None,
     ) -> None:
         check_rule(rule)
+        if getattr(rule, "needs_hidden", False):
+            raise ValueError(
+                f"rule {rule!r}: expected one that reads no hidden states, which an oracle does not collect"
+            )
         super().__init__(drafter, verifier, vocab_size)
         self.rule = rule
 

@@ -26,7 +26,7 @@ from ..statistics import STAT_FIELDS, Stats
 __all__ = ["DeferRule", "DraftStats", "SequentialCascade"]
 
 _DRAFT_FIELDS = ("draft_max", "draft_margin", "draft_entropy", "draft_max_processed", "draft_entropy_processed")
-_VERIFIER_FIELDS = frozenset(STAT_FIELDS) - frozenset(_DRAFT_FIELDS)
+_VERIFIER_FIELDS = frozenset({*STAT_FIELDS, "leading", "hidden"}) - frozenset(_DRAFT_FIELDS)
 
 
 @runtime_checkable

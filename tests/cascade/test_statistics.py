@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from speccascade.cascade.distributions import Sampling, logits_to_probs
+from speccascade.cascade.forms import Certain, Distribution, FromLogits, Whole
+from speccascade.cascade.leading import Leading, find_leading
 from speccascade.cascade.statistics import STAT_FIELDS, Stats
 
 N, V = 40, 23
@@ -104,3 +106,64 @@ def test_extremes_stay_finite() -> None:
             for name, column in Stats(q, p, q, p).columns().items():
                 assert column.isfinite().all(), name
     assert Stats(one_hot, other, one_hot, other).tv == 1
+
+
+def plain_leading(q: torch.Tensor, p: torch.Tensor, count: int) -> Leading:
+    """By sorting the whole of one position, the most probable first, among equals the lower id."""
+
+    def side(own: list[float], other: list[float]) -> list[list[float]]:
+        order = sorted(range(len(own)), key=lambda token: (-own[token], token))[:count]
+        pad = [0.0] * (count - len(order))
+        return [[own[token] for token in order] + pad, [other[token] for token in order] + pad]
+
+    return Leading(*(torch.tensor(values) for values in (*side(q.tolist(), p.tolist()), *side(p.tolist(), q.tolist()))))
+
+
+@pytest.mark.parametrize("vocab", [5, 23, 3000])
+@pytest.mark.parametrize("with_equals", [False, True])
+def test_leading_tokens_equal_a_plain_sort_in_every_form(vocab: int, with_equals: bool) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    draft, verifier = (torch.randn(3, 4, vocab, generator=generator) * 2 for _ in range(2))
+    if with_equals:  # a few at many places
+        step = 0.05 if vocab > 1000 else 1.0
+        draft, verifier = ((logits / step).round() * step for logits in (draft, verifier))
+        assert bool((draft.topk(min(8, vocab)).values.diff(dim=-1) == 0).any())
+    q, p = logits_to_probs(draft), logits_to_probs(verifier)
+    token = verifier.argmax(dim=-1)
+    pairs: list[tuple[Distribution, Distribution, torch.Tensor]] = [
+        (Whole(q), Whole(p), p),
+        (FromLogits(draft), FromLogits(verifier), p),
+        (FromLogits(draft), Certain(token, vocab), Certain(token, vocab).dense),
+    ]
+    for draft_side, verifier_side, dense in pairs:
+        found = find_leading(draft_side, verifier_side, 8)
+        for row in range(3):
+            for place in range(4):
+                expected = plain_leading(q[row, place], dense[row, place], 8)
+                for name, values in found._asdict().items():
+                    torch.testing.assert_close(values[row, place], getattr(expected, name), msg=name)
+
+
+def test_leading_tokens_and_hidden_states_are_remembered_and_stay_with_their_positions() -> None:
+    parts = distributions(Sampling(0.5))
+    hidden = torch.randn(N, 3), torch.randn(N, 4)
+    stats = Stats(*parts, hidden=hidden)
+    leading = stats.leading(4)
+    assert stats.leading(4) is leading
+    torch.testing.assert_close(leading.draft_top[:, 0], stats.draft_max, msg="raw confidences, whatever is sampled")
+    torch.testing.assert_close(leading.draft_at_verifier_top[:, 0], stats.draft_at_verifier)
+    part = stats.greedy().select(slice(3, 9))
+    assert all(torch.equal(a, b[3:9]) for a, b in zip(part.leading(4), leading, strict=True))
+    assert all(torch.equal(a, b[3:9]) for a, b in zip(part.hidden, hidden, strict=True))
+
+
+def test_what_was_not_given_is_named() -> None:
+    stats = Stats(*distributions(Sampling()))
+    read_back = Stats.from_columns(stats.columns())
+    for missing in (read_back, read_back.select(slice(3)), read_back.greedy()):
+        with pytest.raises(ValueError, match="leading: expected positions with both models' 4 most probable tokens"):
+            missing.leading(4)
+        with pytest.raises(ValueError, match="hidden: expected positions with the hidden states of both models"):
+            _ = missing.hidden
+    with pytest.raises(ValueError, match="count: expected an integer >= 1, got 0"):
+        stats.leading(0)

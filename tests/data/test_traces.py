@@ -13,11 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from speccascade.cascade.statistics import STAT_FIELDS
+from speccascade.cascade.statistics import STAT_FIELDS, Stats
 from speccascade.data.collect import collect
 from speccascade.data.config import CollectConfig
+from speccascade.data.encoding import encode_example
+from speccascade.data.pairs import load_pair
+from speccascade.data.prompts import load_examples
 from speccascade.data.shards import SCHEMA_VERSION
 from speccascade.data.traces import Traces
+from speccascade.router.features import FEATURE_SETS, build_features
+
+from .made_traces import make_traces
 
 
 @pytest.fixture
@@ -185,3 +191,65 @@ def test_temperature_zero_equals_the_greedy_view_of_a_warmer_trace(collect_confi
     )
     for name in STAT_FIELDS:
         torch.testing.assert_close(getattr(warm_stats, name), getattr(cold_stats, name), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("feature_set", FEATURE_SETS)
+def test_features_of_a_trace_are_those_of_the_models(feature_set: str, collect_config: CollectConfig) -> None:
+    """A plain forward over each reference, position by position: what the engine would see there."""
+    config = replace(collect_config, hidden=True, top_k=8)
+    collect(config)
+    split = Traces.open(config.out).split("train", hidden=True)
+    logged = build_features(split.stats, feature_set)
+    pair = load_pair(config.pair)
+    compared = 0
+    for example in load_examples(config.prompts):
+        if example.prompt_id not in split.prompt_ids:
+            continue
+        prompt, reference = encode_example(example, pair.tokenizer, config.prompts)
+        sequence = torch.tensor([[*prompt, *reference]])
+        with torch.inference_mode():
+            outputs = [model(sequence, output_hidden_states=True) for model in (pair.drafter, pair.verifier)]
+        read = slice(len(prompt) - 1, -1)
+        probs = [out.logits[0, read, : pair.vocab_size].softmax(dim=-1) for out in outputs]
+        states = [out.hidden_states[-1][0, read] for out in outputs]
+        live = build_features(Stats(*probs, *probs, hidden=(states[0], states[1])), feature_set)
+        rows = split.prompt_index == split.prompt_ids.index(example.prompt_id)
+        torch.testing.assert_close(logged[rows], live, atol=2e-3, rtol=2e-3)
+        compared += int(rows.sum())
+    assert compared == len(split) > 100
+
+
+def test_hidden_states_are_kept_as_they_were_stored_and_only_if_asked_for(tmp_path: Path) -> None:
+    traces = make_traces(tmp_path / "hidden", {f"p{i}": 0 for i in range(8)}, hidden=True)
+    draft, verifier = traces.split("train", hidden=True).stats.hidden
+    assert draft.dtype == verifier.dtype == torch.float16
+    rows = rows_of(traces.folder, "train")
+    assert draft.tolist() == [row["draft_hidden"] for row in rows]
+    assert verifier.tolist() == [row["verifier_hidden"] for row in rows]
+    with pytest.raises(ValueError, match="hidden: expected positions with the hidden states"):
+        _ = traces.split("train").stats.hidden
+    without = make_traces(tmp_path / "without", {f"p{i}": 0 for i in range(8)})
+    with pytest.raises(ValueError, match="hidden: expected traces collected with hidden=true, .*without holds none"):
+        without.split("train", hidden=True)
+
+
+def test_leading_tokens_of_a_trace_are_those_of_the_union(tmp_path: Path) -> None:
+    split = make_traces(tmp_path / "traces", {f"p{i}": 0 for i in range(8)}).split("train")
+    leading = split.stats.leading(3)
+    for row in range(len(split)):
+        for own, other, top, at in (
+            (split.topk_q, split.topk_p, leading.draft_top, leading.verifier_at_draft_top),
+            (split.topk_p, split.topk_q, leading.verifier_top, leading.draft_at_verifier_top),
+        ):
+            pairs = sorted(zip(own[row].tolist(), other[row].tolist(), strict=True), reverse=True)[:3]
+            assert list(zip(top[row].tolist(), at[row].tolist(), strict=True)) == pairs
+
+
+def test_leading_tokens_that_a_trace_does_not_tell_are_refused(tmp_path: Path) -> None:
+    prompts = {f"p{i}": 0 for i in range(8)}
+    plain = make_traces(tmp_path / "plain", prompts).split("train")
+    with pytest.raises(ValueError, match="leading: expected at most the logged top_k of 4 tokens, got 5"):
+        plain.stats.leading(5)
+    cold = make_traces(tmp_path / "cold", prompts, temperature=0.5).split("train")
+    with pytest.raises(ValueError, match=r"leading: expected a trace of temperature 1, .* got temperature 0\.5"):
+        cold.stats.leading(3)

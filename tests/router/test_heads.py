@@ -7,7 +7,7 @@ from torch import Tensor
 
 from speccascade.cascade import Stats
 from speccascade.router.examples import Examples
-from speccascade.router.features import FEATURE_SETS, build_features, feature_index
+from speccascade.router.features import FEATURE_SETS, build_features, feature_index, feature_width, needs_hidden
 from speccascade.router.heads import RouterHead, make_head
 from speccascade.router.position_head import gap_labels
 
@@ -28,8 +28,9 @@ def label(features: Tensor, correctness: Tensor, weight: Tensor | None = None) -
 @pytest.mark.parametrize("estimator", GAP_ESTIMATORS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untrained_head_sees_no_gap(kind: str, estimator: str, feature_set: str) -> None:
-    head = make_head(kind, estimator, feature_set)
-    gap = head(torch.randn(5, len(FEATURE_SETS[feature_set])))
+    sizes = (3, 4) if needs_hidden(feature_set) else ()
+    head = make_head(kind, estimator, feature_set, hidden_sizes=sizes)
+    gap = head(torch.randn(5, feature_width(feature_set, sizes)))
     assert gap.shape == (5, 2)
     assert torch.equal(gap, torch.zeros_like(gap))
 
