@@ -37,6 +37,7 @@ RULES: dict[str, TargetRule] = {
     "opt": rules.OPT(0.3),
     "opt_log": rules.OPTLog(0.3),
     "verifier_gap": rules.VerifierGap(0.3),
+    "expected_gain": rules.ExpectedGain(0.3),
     "token_v1": rules.TokenV1(0.1),
     "token_v2": rules.TokenV2(0.1),
     "token_v3": rules.TokenV3(0.3),

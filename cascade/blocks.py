@@ -1,7 +1,7 @@
 """What a rule sees of a drafted block, and what it must answer: the interface between `cascade` and `router`.
 
-Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token, ``H`` hidden state; ``R`` = C + T positions that end with
-the block, C of them before it, ``M`` number that a rule remembers of each.
+Shapes: ``B`` sequence, ``T`` position in the block, ``V`` token, ``H`` hidden state; ``R`` = C + T positions that end
+with the block, C of them before it, ``M`` number that a rule remembers of each.
 """
 
 import copy
@@ -150,8 +150,8 @@ class TargetRule(Protocol):
 
     A rule may also offer ``defer_mask(block) -> bool [B, T]``, which the statistics and the ledger read, or
     ``decide(block) -> Target`` (`speccascade.cascade.targets`), which spares verification the whole of π. With
-    ``needs_hidden = True`` it finds both models' hidden states in the block; one that reads the positions before a block
-    has a ``context`` (`speccascade.cascade.memory`).
+    ``needs_hidden = True`` it finds both models' hidden states in the block; one that reads the positions before a
+    block has a ``context`` (`speccascade.cascade.memory`).
     """
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:

@@ -86,8 +86,8 @@ class SpeculativeCascade(PairLoop):
 
     Raises:
         ValueError: an argument out of range, a model that cannot be run exactly (recurrent, an encoder-decoder with
-            absolute positions), an encoder-decoder beside a decoder-only model, a rule with a ``context`` that does not say
-            what to remember, or one that needs the hidden states of a drafter that has none (a look-up, a cascade).
+            absolute positions), an encoder-decoder beside a decoder-only model, a rule with a ``context`` that does not
+            say what to remember, or one that needs the hidden states of a drafter that has none (a look-up, a cascade).
     """
 
     def __init__(

@@ -27,6 +27,7 @@ __all__ = [
     "as_distribution",
     "cross_entropy",
     "distance",
+    "overlap",
     "view_sides",
 ]
 
@@ -359,6 +360,16 @@ def distance(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
     pairs = zip(_chunks(p), _chunks(q), strict=True)
     found = [(verifier - draft).clamp_min_(0).sum(dim=-1) for (verifier, _), (draft, _) in pairs]
     return torch.cat(found).clamp_max(1).view(p.shape)
+
+
+def overlap(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
+    """Σ p·q: the chance that a token of either is the one drawn from the other."""
+    if isinstance(p, Certain):
+        return q.at(p.argmax)
+    if isinstance(q, Certain):
+        return p.at(q.argmax)
+    pairs = zip(_chunks(p), _chunks(q), strict=True)
+    return torch.cat([(one * other).sum(dim=-1) for (one, _), (other, _) in pairs]).view(p.shape)
 
 
 def cross_entropy(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:

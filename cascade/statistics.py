@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .checks import check_count
-from .forms import Distribution, as_distribution, cross_entropy, distance
+from .forms import Distribution, as_distribution, cross_entropy, distance, overlap
 from .leading import Leading, find_leading
 
 __all__ = ["STAT_FIELDS", "Stats"]
@@ -64,6 +64,7 @@ class Stats:
     _verifier_raw: Distribution
     _leading: dict[int, Leading]
     _find_leading: Callable[[int], Leading] | None
+    _find_gain: Callable[[], Tensor] | None
     _hidden: tuple[Tensor, Tensor] | None
 
     def __init__(
@@ -90,6 +91,7 @@ class Stats:
         columns: Mapping[str, Tensor],
         leading: Callable[[int], Leading] | None = None,
         hidden: tuple[Tensor, Tensor] | None = None,
+        gain: Callable[[], Tensor] | None = None,
     ) -> "Stats":
         """Take every field of ``STAT_FIELDS`` as given: the same record, read back from a trace.
 
@@ -97,6 +99,7 @@ class Stats:
             columns: every field by name ``[*batch]``.
             leading: answers `leading` for any K, once each; None where that is not known.
             hidden: both models' hidden states ``[*batch, H]``; None where they are not known.
+            gain: answers `expected_gain` ``[*batch]``, once; None where that is not known.
 
         Raises:
             ValueError: a field is missing or unknown.
@@ -107,7 +110,7 @@ class Stats:
             raise ValueError(f"columns: expected the fields of Stats, missing {missing}, unknown {unknown}")
         stats = cls.__new__(cls)
         stats.__dict__.update({name: columns[name] for name in STAT_FIELDS})
-        stats.__dict__.update(_leading={}, _find_leading=leading, _hidden=hidden)
+        stats.__dict__.update(_leading={}, _find_leading=leading, _find_gain=gain, _hidden=hidden)
         return stats
 
     @property
@@ -155,7 +158,10 @@ class Stats:
         columns = {name: column[index] for name, column in self.columns().items()}
         hidden = None if self._hidden is None else (self._hidden[0][index], self._hidden[1][index])
         return Stats.from_columns(
-            columns, lambda count: Leading(*(values[index] for values in self.leading(count))), hidden
+            columns,
+            lambda count: Leading(*(values[index] for values in self.leading(count))),
+            hidden,
+            lambda: self.expected_gain[index],
         )
 
     def arrange(self, index: Int[Tensor, "*shape"]) -> "Stats":
@@ -185,7 +191,13 @@ class Stats:
             "verifier_entropy_processed": zero,
             "verifier_at_draft_processed": agree,
         }
-        return Stats.from_columns(columns | changed, self.leading, self._hidden)
+        # One-hot q and p: the verifier's opinion of its own choice, less that of the drafter's.
+        return Stats.from_columns(
+            columns | changed,
+            self.leading,
+            self._hidden,
+            lambda: columns["verifier_max"] - columns["verifier_at_draft"],
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Stats is frozen: cannot set {name!r}")
@@ -207,6 +219,19 @@ class Stats:
                 f"leading: expected positions with both models' {count} most probable tokens, got scalars alone"
             )
         return self._find_leading(count)
+
+    @cached_property
+    def expected_gain(self) -> Float[Tensor, "*batch"]:
+        """E of p(v) − q(v) over v ~ p°: how much likelier a token of p is right than one of q, if p° is the truth.
+
+        Raises:
+            ValueError: statistics that were read back without it.
+        """
+        if "_draft" in self.__dict__:
+            return overlap(self._verifier_raw, self._verifier) - overlap(self._verifier_raw, self._draft)
+        if self._find_gain is None:
+            raise ValueError("expected_gain: expected positions with both models' likely tokens, got scalars alone")
+        return self._find_gain()
 
     @cached_property
     def draft_max(self) -> Float[Tensor, "*batch"]:

@@ -277,7 +277,8 @@ def tabulate_block(
     floats = _at_tokens(block) if at_tokens else {}
     # Then these: the statistics read their maxima from what is found here.
     draft_ids, verifier_ids = (_top_ids(side, top_k, take) for side in (block.draft_raw, block.verifier_raw))
-    floats |= {**block.stats.columns(), "q_label": block.draft.at(labels), "p_label": block.verifier.at(labels)}
+    floats |= block.stats.columns() | {"expected_gain": block.stats.expected_gain}
+    floats |= {"q_label": block.draft.at(labels), "p_label": block.verifier.at(labels)}
     union = torch.cat([draft_ids, verifier_ids], dim=-1).sort(dim=-1).values
     kept = torch.ones_like(union, dtype=torch.bool)
     kept[:, 1:] = union[:, 1:] != union[:, :-1]

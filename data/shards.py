@@ -87,7 +87,10 @@ ends after the drafter's token and after its own, and whether the two scores dif
 HIDDEN_COLUMNS = ("draft_hidden", "verifier_hidden")
 """Only where hidden states were asked for: what each model's head reads at the position, float16 ``[H]``."""
 
-OPTIONAL_COLUMNS = (*CASCADE_COLUMNS, *OUTCOME_COLUMNS)
+EXPECTED_GAIN = pa.field("expected_gain", pa.float32())
+"""`Stats.expected_gain` over the whole vocabulary; older traces lack it."""
+
+OPTIONAL_COLUMNS = (EXPECTED_GAIN, *CASCADE_COLUMNS, *OUTCOME_COLUMNS)
 
 _PLAN_KEY = b"speccascade.plan"
 _INDEX_KEY = b"speccascade.shard"

@@ -8,6 +8,7 @@ Shapes: ``N`` position, ``K`` slot of the top-k union (padded: id -1, probabilit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..cascade.statistics import STAT_FIELDS, Stats
 from ..router.checks import unknown_name
 from .manifest import MANIFEST, Manifest
 from .pairs import file_digest
-from .shards import CASCADE_COLUMNS, HIDDEN_COLUMNS, OUTCOME_COLUMNS, SCHEMA, read_rows
+from .shards import CASCADE_COLUMNS, EXPECTED_GAIN, HIDDEN_COLUMNS, OUTCOME_COLUMNS, SCHEMA, read_rows
 
 __all__ = ["TraceSplit", "Traces", "find_finished"]
 
@@ -192,6 +193,7 @@ class Traces:
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
         tops = _padded(table, "topk_ids", width, -1).long(), *(_padded(table, n, width, 0.0) for n in _TOP_PROBS)
         plan = self.manifest.plan
+        logged = _LoggedTops(*tops, temperature=plan.temperature, top_k=plan.top_k)
         return TraceSplit(
             prompt_ids=tuple(names),
             prompt_index=torch.from_numpy(order.astype(np.int64)),
@@ -200,8 +202,9 @@ class Traces:
             token=_column(table, "token").long(),
             stats=Stats.from_columns(
                 {name: _column(table, name) for name in STAT_FIELDS},
-                _LoggedTops(*tops, temperature=plan.temperature, top_k=plan.top_k),
+                logged.leading,
                 (_vectors(table, HIDDEN_COLUMNS[0]), _vectors(table, HIDDEN_COLUMNS[1])) if hidden else None,
+                _gain_of(table, logged),
             ),
             q_label=_column(table, "q_label"),
             p_label=_column(table, "p_label"),
@@ -218,7 +221,7 @@ class Traces:
         held = set(pq.read_schema(file).names)
         if hidden and not held.issuperset(HIDDEN_COLUMNS):
             raise ValueError(f"hidden: expected traces collected with hidden=true, {self.folder} holds none")
-        optional = (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names)
+        optional = (EXPECTED_GAIN.name, *CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names)
         return [*SCHEMA.names, *(name for name in optional if name in held), *(HIDDEN_COLUMNS if hidden else ())]
 
 
@@ -227,7 +230,7 @@ _TOP_PROBS = ("topk_q", "topk_p")
 
 @dataclass(frozen=True)
 class _LoggedTops:
-    """`Stats.leading` from the top-k columns ``[N, K]``, worked out when asked for.
+    """What `Stats` knows of likely tokens, from the top-k columns ``[N, K]``, worked out when asked for.
 
     The union of both models' ``top_k`` tokens holds each one's k most probable for any k up to ``top_k``. The columns
     hold q and p, which are the raw confidences only where the trace was made at temperature 1.
@@ -239,17 +242,26 @@ class _LoggedTops:
     temperature: float | None
     top_k: int | None
 
-    def __call__(self, count: int) -> Leading:
-        if self.temperature != 1:
-            raise ValueError(
-                f"leading: expected a trace of temperature 1, whose top-k columns are raw confidences, "
-                f"got temperature {self.temperature}"
-            )
+    def expected_gain(self) -> Tensor:
+        """`Stats.expected_gain` ``[N]`` over the logged tokens, for traces that lack it."""
+        self._check_raw("expected_gain")
+        return (self.p * (self.p - self.q)).sum(dim=-1)
+
+    def leading(self, count: int) -> Leading:
+        """`Stats.leading`, each ``[N, count]``."""
+        self._check_raw("leading")
         if self.top_k is None or count > self.top_k:
             raise ValueError(f"leading: expected at most the logged top_k of {self.top_k} tokens, got {count}")
         sides = [*self._order(self.q, self.p, count), *self._order(self.p, self.q, count)]
         short = max(0, count - self.ids.shape[1])
         return Leading(*(functional.pad(values, (0, short)) for values in sides))
+
+    def _check_raw(self, wanted: str) -> None:
+        if self.temperature != 1:
+            raise ValueError(
+                f"{wanted}: expected a trace of temperature 1, whose top-k columns are raw confidences, "
+                f"got temperature {self.temperature}"
+            )
 
     def _order(self, own: Tensor, other: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """One model's largest probabilities, and the other's at those tokens; padding holds 0 in both, and is last."""
@@ -271,6 +283,13 @@ def find_finished(folder: Path) -> Manifest | None:
 
 def _column(table: pa.Table, name: str) -> Tensor:
     return torch.from_numpy(np.array(table[name].combine_chunks().to_numpy(zero_copy_only=False)))
+
+
+def _gain_of(table: pa.Table, logged: _LoggedTops) -> Callable[[], Tensor]:
+    """`Stats.expected_gain` as it was logged, or from the top-k columns."""
+    if EXPECTED_GAIN.name in table.column_names:
+        return lambda: _column(table, EXPECTED_GAIN.name)
+    return logged.expected_gain
 
 
 def _optional_columns(table: pa.Table) -> dict[str, Tensor]:

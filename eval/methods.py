@@ -55,6 +55,7 @@ DIALS: dict[str, Dial] = {
     "opt_log": Dial(-math.inf, math.inf, "OPTLog"),
     "bild_star": Dial(0.0, math.inf, "BiLD*"),
     "verifier_gap": Dial(0.0, math.inf, "VerifierGap"),
+    "expected_gain": Dial(-math.inf, math.inf, "ExpectedGain"),
     "greedyward": Dial(0.0, 1.0, "Greedyward"),
     "token_v1": Dial(-1.0, 1.0, "TokenV1"),
     "token_v2": Dial(0.0, 1.0, "TokenV2"),

@@ -36,6 +36,7 @@ _LOOKS: dict[str, Look] = {
     "diff": Look("#56B4E9"),
     "chow": Look("#E69F00"),
     "verifier_gap": Look("#009E73"),
+    "expected_gain": Look("#882255"),
     "token_v2": Look("#CC79A7", dashes=(4, 1.5), marker="s"),
     "greedyward": Look("#8A5FBF", dashes=(4, 1.5), marker="s"),
     "clairvoyant": Look(BOUND, 1.2, dashes=(1, 2), order=3),

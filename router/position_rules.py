@@ -2,7 +2,7 @@
 
 Every rule reads the scalars of `Stats` only, so the same object serves the engine (live), the labels and the offline
 sweep (from trace columns). Source: Narasimhan et al., ICLR 2025, Table 1 and Lemma 4; the forms ending in ``Log`` are
-those for log loss, and `VerifierGap` is ours (docs/theory.md).
+those for log loss, and `VerifierGap` and `ExpectedGain` are ours (docs/theory.md).
 
 Shapes: ``*batch`` any leading axes, ``B`` sequence, ``T`` position, ``V`` token.
 """
@@ -20,7 +20,19 @@ from ..cascade.statistics import Stats
 from ..cascade.targets import Switched
 from .checks import check_choice, check_range
 
-__all__ = ["OPT", "BiLDStar", "Chow", "ChowLog", "Diff", "DiffLog", "Fixed", "OPTLog", "SpecDecode", "VerifierGap"]
+__all__ = [
+    "OPT",
+    "BiLDStar",
+    "Chow",
+    "ChowLog",
+    "Diff",
+    "DiffLog",
+    "ExpectedGain",
+    "Fixed",
+    "OPTLog",
+    "SpecDecode",
+    "VerifierGap",
+]
 
 View = Literal["raw", "processed"]
 VIEWS = ("raw", "processed")
@@ -209,6 +221,27 @@ class VerifierGap(PositionRule):
         """Decide from what the verifier thinks is lost with the drafter's choice."""
         gain = _verifier_max(stats, self.confidence) - _verifier_at_draft(stats, self.confidence)
         return gain > self.alpha * _tv(stats, self.tv)
+
+
+@dataclass(frozen=True)
+class ExpectedGain(PositionRule):
+    """Defer where E of p(v) − q(v) over v ~ p° exceeds α·D_TV(p, q).
+
+    The optimal rule for a sampled token where the verifier's confidence is the truth; at temperature 0 it is
+    `VerifierGap`, the optimal rule for the argmax. Needs no training, at any temperature and cut-off.
+
+    Args:
+        alpha: the price of a rejection, any finite number.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_dial(self, -math.inf, math.inf)
+
+    def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
+        """Decide from what the verifier expects of one more chance to be right."""
+        return stats.expected_gain > self.alpha * stats.tv
 
 
 @dataclass(frozen=True, eq=False)

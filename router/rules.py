@@ -11,7 +11,19 @@ from typing import Any
 from ..cascade.blocks import TargetRule
 from .checks import nearest
 from .lossy import LearnedLossy, Lossy
-from .position_rules import OPT, BiLDStar, Chow, ChowLog, Diff, DiffLog, Fixed, OPTLog, SpecDecode, VerifierGap
+from .position_rules import (
+    OPT,
+    BiLDStar,
+    Chow,
+    ChowLog,
+    Diff,
+    DiffLog,
+    ExpectedGain,
+    Fixed,
+    OPTLog,
+    SpecDecode,
+    VerifierGap,
+)
 from .token_rules import Ensemble, Greedyward, TokenV1, TokenV2, TokenV3, TopK, Typical
 
 __all__ = [
@@ -23,6 +35,7 @@ __all__ = [
     "Diff",
     "DiffLog",
     "Ensemble",
+    "ExpectedGain",
     "Fixed",
     "Greedyward",
     "LearnedLossy",
@@ -48,6 +61,7 @@ RULES: dict[str, Callable[..., TargetRule]] = {
     "opt_log": OPTLog,
     "bild_star": BiLDStar,
     "verifier_gap": VerifierGap,
+    "expected_gain": ExpectedGain,
     "token_v1": TokenV1,
     "token_v2": TokenV2,
     "token_v3": TokenV3,

@@ -40,6 +40,7 @@ TOKEN_ROUTER_RULES = (
     "opt",
     "diff",
     "verifier_gap",
+    "expected_gain",
     "bild_star",
     "opt_log",
     "diff_log",

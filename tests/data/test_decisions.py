@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, float]] = {
     "opt_log": {"alpha": 0.2},
     "bild_star": {"alpha": 2.0},
     "verifier_gap": {"alpha": 0.1},
+    "expected_gain": {"alpha": 0.1},
     "token_v1": {"alpha": 0.1},
     "token_v2": {"alpha": 0.1},
     "token_v3": {"alpha": 0.5},

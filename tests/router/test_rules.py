@@ -29,6 +29,7 @@ POSITION = {
     "opt_log": (0.0, 0.8),
     "bild_star": (0.0, 1.5),
     "verifier_gap": (0.0, 0.4),
+    "expected_gain": (-0.5, 0.0, 0.4),
 }
 TOKEN = {
     "token_v1": (-0.3, 0.0, 0.4),
@@ -118,6 +119,9 @@ DECISIONS: dict[str, Callable[[dict[str, list[float]], float], bool]] = {
     "opt_log": lambda x, a: entropy(x["q0"]) > entropy(x["p0"]) + a * half_l1(x["p"], x["q"]),
     "bild_star": lambda x, a: -math.log(x["p0"][x["q0"].index(max(x["q0"]))]) > a,
     "verifier_gap": lambda x, a: max(x["p0"]) - x["p0"][x["q0"].index(max(x["q0"]))] > a * half_l1(x["p"], x["q"]),
+    "expected_gain": lambda x, a: (
+        sum(b * (p - q) for b, p, q in zip(x["p0"], x["p"], x["q"], strict=True)) > a * half_l1(x["p"], x["q"])
+    ),
 }
 
 
@@ -309,7 +313,8 @@ def test_tv_ablation_reads_the_raw_distributions() -> None:
 
 def test_the_same_decision_from_columns_as_live() -> None:
     block = random_block(SAMPLINGS["T=0.5"], seed=2)
-    offline = Stats.from_columns({name: column.flatten() for name, column in block.stats.columns().items()})
+    columns = {name: column.flatten() for name, column in block.stats.columns().items()}
+    offline = Stats.from_columns(columns, gain=block.stats.expected_gain.flatten)
     for name, alphas in POSITION.items():
         rule: Any = rules.get(name, alpha=alphas[-1])
         assert torch.equal(rule.defer(offline), rule.defer_mask(block).flatten())
@@ -346,3 +351,17 @@ def test_fixed_mask_and_deferral_of_tokens() -> None:
 def test_wrong_names_and_values_are_refused_by_name(name: str, parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rules.get(name, **parameters)
+
+
+def test_expected_gain_is_verifier_gap_where_both_are_one_hot() -> None:
+    block = random_block(Sampling(0.0), seed=4)
+    stats = block.stats
+    torch.testing.assert_close(stats.expected_gain, stats.verifier_max - stats.verifier_at_draft, atol=2e-7, rtol=0)
+    sampled = random_block(SAMPLINGS["T=1"], seed=4).stats
+    torch.testing.assert_close(sampled.greedy().expected_gain, sampled.verifier_max - sampled.verifier_at_draft)
+
+
+def test_scalars_alone_cannot_tell_the_expected_gain() -> None:
+    stats = Stats.from_columns(random_block(SAMPLINGS["T=1"]).stats.columns())
+    with pytest.raises(ValueError, match="expected_gain: expected positions with both models' likely tokens"):
+        rules.ExpectedGain(0.3).defer(stats)
