@@ -67,15 +67,20 @@ def held_back(prompt_ids: Sequence[str], share: float) -> NDArray[np.bool_]:
     """Tell which prompts ``[P]`` stand in the ``share`` of documents that is held back from a split.
 
     It follows from a hash of the document's id alone, and not from the one that made the splits: whoever asks gets the
-    same answer, so one may choose a checkpoint on the rest and bound its loss on what was held back.
+    same answer, so one may choose a checkpoint on the rest and bound its loss on what was held back. Where nothing
+    would be left on either side, nothing is held back.
 
-    >>> held_back(["a", "b", "a-1"], 1.0).tolist()
-    [True, True, True]
+    >>> held_back(["a", "b", "a-1", "c"], 0.5).tolist()
+    [True, False, True, True]
+
+    Raises:
+        ValueError: a share outside [0, 1].
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share: expected a number in [0, 1], got {share!r}")
     shares = {"back": share, "rest": 1 - share}
-    return np.array([split_of(f"held back {document_of(name)}", shares) == "back" for name in prompt_ids], dtype=bool)
+    back = [split_of(f"held back {document_of(name)}", shares) == "back" for name in prompt_ids]
+    return np.array(back, dtype=bool) & (not all(back))
 
 
 def sum_by_prompt(values: ArrayLike, prompt_index: NDArray[np.int64], num_prompts: int) -> Array:

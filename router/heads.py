@@ -47,6 +47,7 @@ class RouterHead(nn.Module):
     def __init__(self, kind: str, estimator: str, feature_set: str, hidden: tuple[int, ...]) -> None:
         super().__init__()
         self.kind, self.estimator, self.feature_set, self.hidden = kind, estimator, feature_set, hidden
+        self.losses, self.context = LOSSES, 0
         width = len(FEATURE_SETS[feature_set])
         self.register_buffer("feature_mean", torch.zeros(width))
         self.register_buffer("feature_std", torch.ones(width))
