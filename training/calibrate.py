@@ -28,7 +28,20 @@ from .bounds import mean_upper_bound
 from .datamodule import TraceTensors
 from .estimates import Decide, decider, estimate, loss_column
 
-__all__ = ["CONFIDENCES", "CalibrationConfig", "Regime", "alpha_grid", "calibrate", "calibrate_regime", "choose_alpha"]
+__all__ = [
+    "CONFIDENCES",
+    "LOSS_OF_REGIME",
+    "CalibrationConfig",
+    "Regime",
+    "alpha_grid",
+    "calibrate",
+    "calibrate_regime",
+    "choose_alpha",
+    "make_grid",
+    "make_regime",
+    "searched_grid",
+    "sums_by_document",
+]
 
 CONFIDENCES = (0.9, 0.95, 0.99)
 """Each bound is stored at these."""
@@ -91,13 +104,17 @@ def calibrate(
     """
     config = config or CalibrationConfig()
     table = {}
-    for name, loss in LOSS_OF_REGIME.items():
-        alphas = _grid(head, held_out if grid_from is None else grid_from, name, config.points)
-        row, tv = _ROW[loss], _distance(held_out, name)
-        document = documents(held_out.prompt_ids, held_out.prompt_index.numpy())
-        regime = Regime(decider(head, held_out, loss, tv), tv, held_out.correctness[:, row], document)
-        table[name] = calibrate_regime(regime, alphas, config)
+    for name in LOSS_OF_REGIME:
+        alphas = make_grid(head, held_out if grid_from is None else grid_from, name, config.points)
+        table[name] = calibrate_regime(make_regime(head, held_out, name), alphas, config)
     return table
+
+
+def make_regime(head: Any, split: TraceTensors, name: str) -> Regime:
+    """See a split as ``greedy`` or ``sampled`` decoding does."""
+    loss, tv = LOSS_OF_REGIME[name], _distance(split, name)
+    document = documents(split.prompt_ids, split.prompt_index.numpy())
+    return Regime(decider(head, split, loss, tv), tv, split.correctness[:, _ROW[loss]], document)
 
 
 def calibrate_regime(regime: Regime, alphas: Sequence[float], config: CalibrationConfig) -> tuple[CalibrationRow, ...]:
@@ -107,7 +124,7 @@ def calibrate_regime(regime: Regime, alphas: Sequence[float], config: Calibratio
     weights = bootstrap_weights(size, config.resamples, config.seed)
     rows = []
     for alpha in sorted(alphas):
-        sums = _sums_at(alpha, regime, size)
+        sums = sums_by_document(alpha, regime, size)
         means = sums.sum(axis=0) / counts.sum()
         samples = resampled_means(sums[:, :3], counts, weights)
         deferral, rejection, quality = (interval(means[k], samples[:, k]) for k in range(3))
@@ -172,7 +189,8 @@ def choose_alpha(rows: tuple[CalibrationRow, ...]) -> float:
     return min(as_good, key=lambda row: row.rejection).alpha
 
 
-def _grid(head: Any, split: TraceTensors, regime: str, points: int) -> list[float]:
+def make_grid(head: Any, split: TraceTensors, regime: str, points: int) -> list[float]:
+    """Values of α for a regime, from the positions of a split: by ratios of gap and distance, or by search."""
     loss, tv = LOSS_OF_REGIME[regime], _distance(split, regime)
     if head.estimator == "cost_sensitive":
         return searched_grid(decider(head, split, loss, tv), tv, points)
@@ -190,7 +208,7 @@ def _differing(tv: Tensor) -> Tensor:
     return differs
 
 
-def _sums_at(alpha: float, regime: Regime, size: int) -> NDArray[np.float64]:
+def sums_by_document(alpha: float, regime: Regime, size: int) -> NDArray[np.float64]:
     """Deferral, rejection, quality and quality drop at one α, summed by document: ``[D, 4]``."""
     defer = regime.decide(alpha)
     draft, verifier = regime.correctness.double().unbind(dim=1)
