@@ -100,7 +100,7 @@ def _bounds_text(config: RouterConfig) -> str:
     """Which documents the bounds of the quality drop come from, and whether they hold as stated."""
     if not config.calibration_documents:
         return ""
-    how = "hold exactly" if config.calibration_exact else "are approximate, since these documents served a choice before"
+    how = "hold exactly" if config.calibration_exact else "are approximate: these documents served a choice before"
     return (
         f" Bounds of the mean loss of quality (`drop_upper`, `with_budget(quality_drop=...)`) come from "
         f"{config.calibration_documents} documents of the split `{config.calibration_split}` and {how}."
