@@ -93,10 +93,21 @@ def _calibration(config: RouterConfig) -> list[str]:
         note = "" if len(shown) == len(rows) else f" {len(shown)} of {len(rows)} rows; all are in `router_config.json`."
         sections.append(
             f"## Calibration {titles[key]}\n\nOn held-out prompts, with 95% intervals over prompts. Quality is the "
-            f"expected chance of the reference token.{note}\n\n"
+            f"expected chance of the reference token.{_bounds_text(config)}{note}\n\n"
             + _table(("alpha", "quality", "rejected", "deferred"), body)
         )
     return sections
+
+
+def _bounds_text(config: RouterConfig) -> str:
+    """Which documents the bounds of the quality drop come from, and whether they hold as stated."""
+    if not config.calibration_documents:
+        return ""
+    how = "hold exactly" if config.calibration_exact else "are approximate: these documents served a choice before"
+    return (
+        f" Bounds of the mean loss of quality (`drop_upper`, `with_budget(quality_drop=...)`) come from "
+        f"{config.calibration_documents} documents of the split `{config.calibration_split}` and {how}."
+    )
 
 
 def _figures(config: RouterConfig) -> list[str]:

@@ -37,6 +37,8 @@ class CalibrationRow:
         deferral: share of positions deferred to the verifier.
         rejection: expected share of drafted tokens rejected.
         quality: expected chance of the reference token (greedy: of the argmax; sampled: of the draw).
+        drop_upper: for each confidence, such as "0.95", an upper bound of the mean quality drop against the verifier,
+            over documents, each the mean of its positions.
     """
 
     alpha: float
@@ -49,9 +51,12 @@ class CalibrationRow:
     rejection_high: float | None = None
     quality_low: float | None = None
     quality_high: float | None = None
+    drop_upper: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        numbers = asdict(self)
+        bounds = {f"drop_upper {key}": bound for key, bound in numbers.pop("drop_upper").items()}
+        for name, value in (numbers | bounds).items():
             if name.endswith(("_low", "_high")) and value is None:
                 continue
             _check_number(f"calibration {name}", value)
@@ -72,6 +77,11 @@ class RouterConfig:
         verifier_digest: of the verifier's weights; empty if unknown.
         task: what the training prompts were, in words.
         figures: named results for the card, such as held-out losses.
+        calibration_split: split of the traces that the calibration was measured on.
+        calibration_documents: number of its documents.
+        calibration_exact: whether they served nothing else (no training, no choice of a checkpoint, of the grid of α or
+            of a calibration map), so that ``drop_upper`` holds as stated; else it is approximate.
+        reference: for each feature what it was like in training, as ``router.drift`` reads it.
     """
 
     drafter: str
@@ -84,6 +94,10 @@ class RouterConfig:
     verifier_digest: str = ""
     task: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+    calibration_split: str = ""
+    calibration_documents: int = 0
+    calibration_exact: bool = False
+    reference: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     kind: str = "mlp"
     estimator: str = "gap"
@@ -108,6 +122,8 @@ class RouterConfig:
         check_choice("estimator", self.estimator, ESTIMATORS)
         for key in self.calibration:
             check_choice("calibration", key, CALIBRATION_KEYS)
+        if self.reference and self.features and tuple(self.reference) != self.features:
+            raise ValueError(f"reference: expected the features {self.features}, got {tuple(self.reference)}")
 
     @property
     def head_spec(self) -> HeadSpec:
@@ -198,8 +214,14 @@ def _records(content: Mapping[str, Any]) -> dict[str, Any]:
     calibration = {key: _calibration_rows(rows) for key, rows in content["calibration"].items()}
     for name, value in content["figures"].items():
         _check_number(f"figures {name}", value)
+    for name, values in content["reference"].items():
+        if not isinstance(values, list):
+            raise ValueError(f"reference {name}: expected a list of numbers, got {values!r}")
+        for value in values:
+            _check_number(f"reference {name}", value)
+    reference = {name: tuple(values) for name, values in content["reference"].items()}
     lists = {name: tuple(content[name]) for name in ("hidden", "hidden_sizes", "features", "losses")}
-    return {"calibration": calibration, **lists}
+    return {"calibration": calibration, "reference": reference, **lists}
 
 
 def _calibration_rows(rows: Any) -> tuple[CalibrationRow, ...]:
@@ -217,6 +239,8 @@ def _calibration_row(row: Any) -> CalibrationRow:
     missing = [name for name in ("alpha", "deferral", "rejection", "quality") if name not in row]
     if missing:
         raise ValueError(f"calibration: a row lacks {', '.join(missing)}: {dict(row)!r}")
+    if not isinstance(row.get("drop_upper", {}), Mapping):
+        raise ValueError(f"calibration drop_upper: expected bounds by confidence, got {row['drop_upper']!r}")
     return CalibrationRow(**row)
 
 
@@ -224,6 +248,9 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "default_alpha": (int, float),
     "calibration": (dict,),
     "figures": (dict,),
+    "calibration_documents": (int,),
+    "calibration_exact": (bool,),
+    "reference": (dict,),
     "hidden": (list,),
     "hidden_sizes": (list,),
     "features": (list,),

@@ -9,7 +9,7 @@ block or before it.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
+from .budgets import choose_row
 from .bundle import Bundle, find_bundle, load_bundle
 from .bundled import Bundled
 from .checks import check_choice, check_range
-from .config import CalibrationRow
+from .drift import DriftReport, DriftWatch
 from .features import build_features
 from .heads import LOSSES
 from .position_rules import PositionRule
@@ -211,44 +212,61 @@ class LearnedRouter(Bundled, PositionRule):
         return replace(self, alpha=alpha)
 
     def with_budget(
-        self, *, rejection: float | None = None, deferral: float | None = None, greedy: bool = False
+        self,
+        *,
+        rejection: float | None = None,
+        deferral: float | None = None,
+        latency: float | None = None,
+        quality_drop: float | None = None,
+        confidence: float | None = None,
+        gamma: int | None = None,
+        cost_ratio: float | None = None,
+        greedy: bool = False,
     ) -> "LearnedRouter":
-        """Return the router at the α of best quality whose held-out rate stays within a budget.
+        """Return the router at the α that its calibration holds best within a budget; give one of the first four.
 
-        The choice is among the rows of the stored calibration, each of which was really measured; nothing is
-        interpolated. Among rows of equal quality the one that rejects (or defers) least is taken.
+        The choice is among measured rows; nothing is interpolated. ``router.with_budget(quality_drop=0.02)`` defers so
+        much that, with 95% confidence over the calibration documents, the mean quality on documents of their kind is
+        at most 0.02 below the verifier's; ``config.calibration_exact`` tells whether that holds exactly.
 
         Args:
             rejection: largest share of drafted tokens rejected.
-            deferral: largest share of positions deferred; give one of the two.
+            deferral: largest share of positions deferred.
+            latency: largest modelled time per token relative to the verifier alone (`budgets.relative_latency`).
+            quality_drop: largest mean loss of quality against the verifier (`budgets.by_quality_drop`).
+            confidence: with ``quality_drop`` only: one that the table holds, 0.95 by default.
+            gamma: with ``latency`` only: tokens drafted a round, 5 by default.
+            cost_ratio: with ``latency`` only, which needs it: time of a drafter's step over that of a verifier's.
             greedy: choose from the calibration at temperature 0 instead of the sampled one.
 
         Raises:
-            ValueError: not exactly one budget, one outside [0, 1], or one below everything that was measured.
+            ValueError: not exactly one budget, one out of range, an argument of another budget, or a budget below
+                everything that was measured, answered with the range within reach.
         """
-        budgets = {"rejection": rejection, "deferral": deferral}
-        given = {name: value for name, value in budgets.items() if value is not None}
-        if len(given) != 1:
-            raise ValueError(f"with_budget: expected one of rejection and deferral, got {given or 'neither'}")
-        (measure, budget), key = next(iter(given.items())), "greedy" if greedy else "sampled"
-        check_range(measure, budget, 0, 1)
-        rows = self.config.calibration.get(key, ())
-        return self.with_alpha(_best_within(rows, measure, budget, key).alpha)
+        row = choose_row(
+            self.config.calibration,
+            greedy=greedy,
+            rejection=rejection,
+            deferral=deferral,
+            latency=latency,
+            quality_drop=quality_drop,
+            confidence=confidence,
+            gamma=gamma,
+            cost_ratio=cost_ratio,
+        )
+        return self.with_alpha(row.alpha)
+
+    def drift(self, stats: Stats) -> DriftReport:
+        """Compare statistics with the positions that the router was trained on; `DriftWatch` does it batch by batch.
+
+        Raises:
+            ValueError: the bundle remembers no features of its training.
+        """
+        watch = DriftWatch(self.config.reference, self.config.feature_set)
+        watch.add(stats)
+        return watch.report()
 
     def __repr__(self) -> str:
         pair = f"{self.config.drafter} → {self.config.verifier}"
         head = f"{self.config.kind} {self.config.estimator}"
         return f"LearnedRouter({pair}, {head}, alpha={self.alpha:g}, loss={self.loss!r})"
-
-
-def _best_within(rows: Sequence[CalibrationRow], measure: str, budget: float, key: str) -> CalibrationRow:
-    if not rows:
-        raise ValueError(f"with_budget: this router holds no {key!r} calibration; set alpha instead")
-    within = [row for row in rows if getattr(row, measure) <= budget]
-    if not within:
-        rates = [getattr(row, measure) for row in rows]
-        raise ValueError(
-            f"{measure}: expected a budget within reach of the {key} calibration, "
-            f"{min(rates):.4g} to {max(rates):.4g}; got {budget:g}"
-        )
-    return max(within, key=lambda row: (row.quality, -getattr(row, measure)))

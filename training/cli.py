@@ -25,11 +25,12 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from ..data.progress import announce
-from ..router.checks import nearest
+from ..router.checks import check_choice, nearest
 from .calibrate import CalibrationConfig
 from .datamodule import TraceDataModule
 from .export import ExportConfig, export_router
 from .module import RouterModule
+from .recalibrate import RECALIBRATIONS
 
 __all__ = ["main", "quiet_lightning"]
 
@@ -66,12 +67,18 @@ class BundleOptions:
             rejections.
         task: what the training prompts were, in words, for the card.
         calibration: how fine the calibration table is.
+        recalibrate: none; isotonic, a rising map of the gap fitted after training; or auto, which keeps such a map
+            where it lowers the error on documents that it was not fitted on.
     """
 
     enabled: bool = True
     alpha: float | None = None
     task: str = ""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    recalibrate: str = "none"
+
+    def __post_init__(self) -> None:
+        check_choice("recalibrate", self.recalibrate, RECALIBRATIONS)
 
 
 class EpochLine(pl.Callback):
@@ -171,7 +178,12 @@ def _finish(cli: RouterCLI, out: Path) -> None:
     traces = cli.datamodule.traces_dir
     folder = export_router(
         ExportConfig(
-            Path(best.best_model_path), out / "router", None, None, options.alpha, options.task, options.calibration
+            Path(best.best_model_path),
+            out / "router",
+            alpha=options.alpha,
+            task=options.task,
+            calibration=options.calibration,
+            recalibrate=options.recalibrate,
         )
     )
     announce(f"Next: speccascade evaluate --offline --traces {traces} --router [{folder}] --out {out / 'evaluate'}")

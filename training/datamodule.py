@@ -8,7 +8,7 @@ Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (zero_o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..data.traces import Traces
 from ..router.examples import Examples
 from ..router.features import build_features
+from .holdout import divide
 
 __all__ = ["Slices", "TraceDataModule", "TraceTensors", "load_split"]
 
@@ -41,6 +42,11 @@ class TraceTensors:
 
     def __len__(self) -> int:
         return len(self.tv)
+
+    def take(self, rows: Tensor) -> "TraceTensors":
+        """Positions by index or by mask; prompts keep their numbers."""
+        tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
     @property
     def examples(self) -> Examples:
@@ -100,6 +106,8 @@ class TraceDataModule(pl.LightningDataModule):
         feature_set: which features to build; the head's own.
         train_split: split to learn from.
         validation_split: split for early stopping, the choice of the checkpoint and the calibration.
+        calibration_share: share of its documents that serve the calibration alone: what early stopping has not seen can
+            bound a loss of quality. 0 calibrates on all of it, and bounds are then approximate.
         seed: of the order of positions.
     """
 
@@ -110,6 +118,7 @@ class TraceDataModule(pl.LightningDataModule):
         feature_set: str = "verified",
         train_split: str = "train",
         validation_split: str = "validation",
+        calibration_share: float = 0.5,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -118,6 +127,7 @@ class TraceDataModule(pl.LightningDataModule):
         self.save_hyperparameters()
         self.traces_dir, self.batch_size, self.feature_set = Path(traces), batch_size, feature_set
         self.train_split, self.validation_split, self.seed = train_split, validation_split, seed
+        self.calibration_share = calibration_share
         self.train: TraceTensors | None = None
         self.validation: TraceTensors | None = None
 
@@ -139,6 +149,7 @@ class TraceDataModule(pl.LightningDataModule):
                 f"traces: {len(shared)} prompts stand both in {self.train_split!r} and in {self.validation_split!r}; "
                 "a router must be judged on prompts that it never saw"
             )
+        self.validation, _ = divide(self.validation, self.calibration_share)
 
     def normalisation(self) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
         """Mean and deviation of every training feature, missing values (NaN) left out."""

@@ -26,6 +26,7 @@ Without any of these, the router of the demo is used. A router brings the names 
 EXAMPLE = """\
   speccascade generate "A farmer has 12 cows and buys 5. How many?" --show --stats
   speccascade generate --router runs/demo/router --budget 0.1 --file questions.txt --json
+  speccascade generate --router runs/demo/router --budget 0.02 --budget-kind quality_drop --confidence 0.9 "Why?"
   speccascade generate --drafter HuggingFaceTB/SmolLM2-135M-Instruct --verifier HuggingFaceTB/SmolLM2-1.7B-Instruct \\
       --rule opt --alpha 0.3 "Write a haiku about rain."
   echo "Once upon a time" | speccascade generate --alone verifier --no-chat --temperature 0.8"""

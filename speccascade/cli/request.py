@@ -7,11 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..router.checks import unknown_name
 from .shell import UsageError
 
 __all__ = ["GenerateConfig", "complete"]
 
 DEMO_ROUTER = "runs/demo/router"
+
+BUDGET_KINDS = ("rejection", "deferral", "latency", "quality_drop")
+"""The keys of `router.budgets.BUDGETS`, known before anything is imported that is slow to import."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,15 @@ class GenerateConfig:
         rule_options: further parameters of the rule, as in --rule ensemble --rule-options.weight 0.5.
         router: folder or hub id of a trained router.
         alpha: the price of a rejection, for --rule or --router; default of a router: the one stored in it.
-        budget: choose the router's α so that at most this share of drafted tokens is rejected.
+        budget: choose the router's α from its calibration, so that it stays within this budget.
+        budget_kind: what the budget is: rejection, the share of drafted tokens rejected; deferral, the share of
+            positions deferred; latency, the modelled time per token relative to the verifier alone (needs
+            --cost-ratio); quality_drop, the loss of quality against the verifier, kept with --confidence.
+        confidence: how sure the bound of a quality_drop must be; one that the router stores (default: 0.95).
         alone: let one model write without the other, for comparison: drafter or verifier.
         gamma: how many tokens are drafted at a time.
         cost_ratio: draft only as long as it pays, a drafter's step costing this share of a verifier's, in (0, 1];
-            --gamma is then the most.
+            --gamma is then the most. A latency budget reads it too, and takes drafts to be of --gamma tokens.
         max_new_tokens: where to stop at the latest.
         temperature: 0 decodes greedily.
         top_p: keep the most probable tokens of this total mass; 1 keeps all.
@@ -57,6 +65,8 @@ class GenerateConfig:
     router: str | None = None
     alpha: float | None = None
     budget: float | None = None
+    budget_kind: str = "rejection"
+    confidence: float | None = None
     alone: str | None = None
     gamma: int = 5
     cost_ratio: float | None = None
@@ -93,6 +103,7 @@ def _with_decider(config: GenerateConfig) -> GenerateConfig:
         raise UsageError("cannot take --alpha and --budget together: choose one")
     if config.budget is not None and (config.rule or config.alone):
         raise UsageError("--budget: only a router can find its own α; give --router, or --alpha for a rule")
+    _check_budget(config)
     _refuse_idle_options(config)
     if given:
         return config
@@ -101,6 +112,18 @@ def _with_decider(config: GenerateConfig) -> GenerateConfig:
             f"nobody decides: give --rule, --router or --alone (no {DEMO_ROUTER} here; `speccascade demo` makes it)"
         )
     return replace(config, router=DEMO_ROUTER)
+
+
+def _check_budget(config: GenerateConfig) -> None:
+    """Check that what describes a budget has one to describe."""
+    if config.budget_kind not in BUDGET_KINDS:
+        raise UsageError(unknown_name("--budget-kind", config.budget_kind, BUDGET_KINDS))
+    if config.budget is None and config.budget_kind != GenerateConfig.budget_kind:
+        raise UsageError("--budget-kind: says what a budget is; give --budget")
+    if config.confidence is not None and (config.budget is None or config.budget_kind != "quality_drop"):
+        raise UsageError("--confidence: only a --budget of --budget-kind quality_drop has one")
+    if config.budget_kind == "latency" and config.cost_ratio is None:
+        raise UsageError("--budget-kind latency: needs --cost-ratio, a drafter's step over a verifier's")
 
 
 def _refuse_idle_options(config: GenerateConfig) -> None:
@@ -115,6 +138,14 @@ def _refuse_idle_options(config: GenerateConfig) -> None:
         raise UsageError("--cost-ratio: a model alone drafts nothing; give --rule or --router")
     if config.json and config.show and config.out is None:
         raise UsageError("cannot take --json and --show together: both write to stdout; choose one, or give --out")
+
+
+def budget_arguments(config: GenerateConfig) -> dict[str, Any]:
+    """What ``with_budget`` is given: the budget, and what belongs to it."""
+    budget: dict[str, Any] = {config.budget_kind: config.budget}
+    if config.budget_kind == "latency":
+        return budget | {"gamma": config.gamma, "cost_ratio": config.cost_ratio}
+    return budget if config.confidence is None else budget | {"confidence": config.confidence}
 
 
 def rule_parameters(config: GenerateConfig) -> dict[str, Any]:

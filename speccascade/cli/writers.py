@@ -15,7 +15,7 @@ from ..data.pairs import Pair, PairConfig, load_pair
 from ..data.prompts import PromptConfig
 from ..router import rules
 from ..router.learned import LearnedRouter
-from .request import GenerateConfig, rule_parameters
+from .request import GenerateConfig, budget_arguments, rule_parameters
 from .shell import UsageError
 
 __all__ = ["Writer", "load_writer"]
@@ -84,7 +84,7 @@ def _load_router(config: GenerateConfig) -> LearnedRouter | None:
         return None
     router = LearnedRouter.from_pretrained(config.router, alpha=config.alpha)
     if config.budget is not None:
-        router = router.with_budget(rejection=config.budget, greedy=config.temperature == 0)
+        router = router.with_budget(**budget_arguments(config), greedy=config.temperature == 0)
     return router
 
 

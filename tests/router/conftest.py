@@ -18,7 +18,7 @@ TABLE = (
     CalibrationRow(alpha=0.0, deferral=0.5, rejection=0.30, quality=0.70, quality_low=0.6, quality_high=0.8),
     CalibrationRow(alpha=0.2, deferral=0.3, rejection=0.15, quality=0.72),
     CalibrationRow(alpha=0.5, deferral=0.2, rejection=0.08, quality=0.69),
-    CalibrationRow(alpha=1.0, deferral=0.1, rejection=0.05, quality=0.69),
+    CalibrationRow(alpha=1.0, deferral=0.1, rejection=0.05, quality=0.69, drop_upper={"0.95": 0.125}),
 )
 
 
@@ -94,6 +94,9 @@ def config() -> RouterConfig:
         verifier_digest="b" * 64,
         task="random pairs",
         figures={"held_out_loss": 0.25, "positions": 14387.0},
+        calibration_split="validation",
+        calibration_documents=40,
+        calibration_exact=True,
     )
 
 

@@ -16,6 +16,7 @@ from speccascade.router.config import CalibrationRow, RouterConfig
 from speccascade.router.features import FEATURE_SETS
 from speccascade.router.heads import RouterHead
 
+_ROW = {"alpha": 0.1, "deferral": 0.1, "rejection": 0.1, "quality": 0.5}
 FILES = {"router.onnx", "head.safetensors", "router_config.json", "README.md"}
 
 
@@ -112,6 +113,14 @@ def test_a_changed_feature_schema_is_refused(copy: Path, monkeypatch: pytest.Mon
         ({"calibration": {"cold": []}}, "calibration: expected one of greedy, sampled, got 'cold'"),
         ({"calibration": {"greedy": 3}}, "calibration: expected a list of rows"),
         ({"calibration": {"greedy": [{"alpha": 0.1}]}}, "a row lacks deferral, rejection, quality"),
+        (
+            {"calibration": {"greedy": [_ROW | {"drop_upper": 0.1}]}},
+            "drop_upper: expected bounds by confidence",
+        ),
+        ({"calibration_exact": 1}, "expected 'calibration_exact' to be of type bool, got 1"),
+        ({"calibration_documents": True}, "expected 'calibration_documents' to be of type int, got True"),
+        ({"reference": {"tv_raw": 0.1}}, "reference tv_raw: expected a list of numbers, got 0.1"),
+        ({"reference": {"tv_raw": [0.1, None]}}, "reference tv_raw: expected a finite number, got None"),
         ({"calibration": {"greedy": [{"alfa": 0.1}]}}, "got 'alfa'; did you mean 'alpha'"),
     ],
 )

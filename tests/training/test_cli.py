@@ -1,6 +1,7 @@
 """Training from the command line: one run from traces to a router that loads; mistakes are answered on one line."""
 
 import csv
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 from speccascade.cli import main as speccascade
+from speccascade.data.resampling import held_back
 from speccascade.data.traces import Traces
 from speccascade.router.learned import LearnedRouter
 from speccascade.training.cli import main
@@ -65,9 +67,12 @@ def test_the_line_of_an_epoch_shows_that_epoch(
 
 
 def test_the_router_decides_as_its_calibration_says(trained: Path, traces_dir: Path) -> None:
-    """The exported ONNX head on the validation split gives the stored rates, in both regimes."""
+    """The exported ONNX head on what was held back of the validation split gives the stored rates, in both regimes."""
     router = LearnedRouter.from_pretrained(trained / "router")
     split = Traces.open(traces_dir).split("validation")
+    back = torch.from_numpy(held_back(split.prompt_ids, 0.5))[split.prompt_index]
+    assert router.config.calibration_documents == len(split.prompt_index[back].unique()) > 20
+    split = dataclasses.replace(split, stats=split.stats.select(back))
     for regime, stats in (("greedy", split.stats.greedy()), ("sampled", split.stats)):
         for row in router.config.calibration[regime]:
             defer = router.with_alpha(row.alpha).defer(stats)

@@ -9,6 +9,7 @@ import torch
 from speccascade.data.traces import Traces
 from speccascade.training import datamodule as module_under_test
 from speccascade.training.datamodule import Slices, TraceDataModule
+from speccascade.training.holdout import divide
 
 
 @pytest.fixture
@@ -21,7 +22,28 @@ def data(traces_dir: Path) -> TraceDataModule:
 def test_no_prompt_stands_in_two_splits(data: TraceDataModule) -> None:
     assert data.train is not None and data.validation is not None
     assert not set(data.train.prompt_ids) & set(data.validation.prompt_ids)
-    assert (len(data.train), len(data.validation)) == (9600, 3200)
+    assert len(data.train) == 9600
+
+
+def test_half_of_the_validation_documents_are_left_to_the_calibration(data: TraceDataModule, traces_dir: Path) -> None:
+    """Of 64 documents 22 to 42 are kept, beyond which the odds of a fair hash are 1%; windows stay together."""
+    assert data.validation is not None
+    whole = TraceDataModule(str(traces_dir), calibration_share=0.0)
+    whole.setup("fit")
+    assert whole.validation is not None and len(whole.validation) == 3200
+    chosen_on, back = divide(whole.validation, 0.5)
+    assert torch.equal(data.validation.features, chosen_on.features)
+    assert back is not None and len(chosen_on) + len(back) == 3200
+    prompts, others = set(chosen_on.prompt_index.tolist()), set(back.prompt_index.tolist())
+    assert not prompts & others and 22 <= len(prompts) <= 42
+    named = dataclasses.replace(whole.validation, prompt_ids=tuple(f"{n}-1" for n in whole.validation.prompt_ids))
+    assert torch.equal(divide(named, 0.5)[0].prompt_index, chosen_on.prompt_index)
+
+
+def test_one_document_is_not_divided(data: TraceDataModule) -> None:
+    assert data.train is not None
+    only = data.train.take(data.train.prompt_index == 3)
+    assert divide(only, 0.5) == (only, None)
 
 
 def test_a_prompt_in_two_splits_is_refused(traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
