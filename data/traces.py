@@ -1,13 +1,14 @@
 """A trace folder: Parquet shards and the manifest that vouches for them, opened only when every shard is as recorded.
 
-`Traces.open(folder).split("train")` gives tensors; the statistics come back as the same `Stats` that the engine uses
-live. Knows nothing of models: who made the rows, and how, is in the manifest.
+`Traces.open(folder).split("train")` gives tensors, `scan` the same rows in pieces; the statistics come back as the same
+`Stats` that the engine uses live. Knows nothing of models: who made the rows, and how, is in the manifest.
 
 Shapes: ``N`` position, ``K`` slot of the top-k union (padded: id -1, probability 0).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from .manifest import MANIFEST, Manifest
 from .pairs import file_digest
 from .shards import CASCADE_COLUMNS, OUTCOME_COLUMNS, SCHEMA, read_rows
 
-__all__ = ["TraceSplit", "Traces", "find_finished"]
+__all__ = ["TraceSplit", "Traces", "document_of", "find_finished"]
 
 
 @dataclass(frozen=True)
@@ -150,20 +151,45 @@ class Traces:
         Raises:
             ValueError: no such split, or an empty one; no such origin, or one without rows in the split.
         """
+        self._check_split(name)
+        shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
+        files = [self.folder / shard.file for shard in shards]
+        if not files:
+            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
+        table = read_rows(files, split=name, columns=_columns_of(files[0]))
+        if not table.num_rows:
+            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
+        return self._tensors(table)
+
+    def scan(self, name: str, rows: int = 1 << 16, order: Sequence[int] | None = None) -> Iterator[TraceSplit]:
+        """Load one split in pieces, so that memory stays bounded whatever its size; together they are `split(name)`.
+
+        Args:
+            name: the split.
+            rows: rows that are read at a time; a piece holds those of them that are the split's.
+            order: the shards to read, by their place in the manifest; all of them in order by default.
+
+        Raises:
+            ValueError: no such split, or an empty one.
+        """
+        self._check_split(name)
+        shards = self.manifest.shards
+        for index in range(len(shards)) if order is None else order:
+            path = self.folder / shards[index].file
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(rows, columns=_columns_of(path)):
+                    table = pa.Table.from_batches([batch]).filter(pc.field("split") == name)
+                    if table.num_rows:
+                        yield self._tensors(table)
+
+    def _check_split(self, name: str) -> None:
         if name not in self.splits:
             raise ValueError(
                 unknown_name("split", name, self.splits)
                 + f" (in {self.folder}; prompts.splits decides when they are collected)"
             )
-        shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
-        files = [self.folder / shard.file for shard in shards]
-        if not files:
-            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
-        held = set(pq.read_schema(files[0]).names)
-        optional = [column for column in (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names) if column in held]
-        table = read_rows(files, split=name, columns=[*SCHEMA.names, *optional])  # hidden states stay where they are
-        if not table.num_rows:
-            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
+
+    def _tensors(self, table: pa.Table) -> TraceSplit:
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
@@ -184,6 +210,19 @@ class Traces:
         )
 
 
+def document_of(prompt_ids: Sequence[str], prompt_index: Tensor) -> Tensor:
+    """Number the documents of positions ``[N]``: prompts whose ids differ in the suffix '-1', '-2', ... alone are one.
+
+    Windows of one text, and repeats of one prompt, are no independent draws: they are weighted and resampled as one.
+
+    >>> document_of(("a", "a-1", "b"), torch.tensor([0, 1, 2, 1]))
+    tensor([0, 0, 1, 0])
+    """
+    numbers: dict[str, int] = {}
+    known = [numbers.setdefault(prompt.partition("-")[0], len(numbers)) for prompt in prompt_ids]
+    return torch.tensor(known, dtype=torch.long)[prompt_index]
+
+
 def find_finished(folder: Path) -> Manifest | None:
     """The manifest, if it vouches for files that are all there; every one of them is checked.
 
@@ -193,6 +232,13 @@ def find_finished(folder: Path) -> Manifest | None:
     if (folder / MANIFEST).is_file() and all((folder / shard.file).is_file() for shard in Manifest.read(folder).shards):
         return Traces.open(folder).manifest
     return None
+
+
+def _columns_of(path: Path) -> list[str]:
+    """Columns to read of a shard and its like; hidden states stay where they are."""
+    held = set(pq.read_schema(path).names)
+    optional = [column for column in (*CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names) if column in held]
+    return [*SCHEMA.names, *optional]
 
 
 def _column(table: pa.Table, name: str) -> Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from speccascade.data.traces import Traces
 from speccascade.training import datamodule as module_under_test
 from speccascade.training.datamodule import Slices, TraceDataModule
 
@@ -24,12 +23,13 @@ def test_no_prompt_stands_in_two_splits(data: TraceDataModule) -> None:
     assert (len(data.train), len(data.validation)) == (9600, 3200)
 
 
-def test_a_prompt_in_two_splits_is_refused(traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", ["", "-1"])
+def test_a_text_in_two_splits_is_refused(window: str, traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = module_under_test.load_split
 
-    def leaky(traces: Traces, split: str, feature_set: str) -> module_under_test.TraceTensors:
-        loaded = honest(traces, split, feature_set)
-        return dataclasses.replace(loaded, prompt_ids=(*loaded.prompt_ids, "p0000"))
+    def leaky(*arguments: object) -> module_under_test.TraceTensors:
+        loaded = honest(*arguments)
+        return dataclasses.replace(loaded, prompt_ids=(*loaded.prompt_ids, f"p0000{window}"))
 
     monkeypatch.setattr(module_under_test, "load_split", leaky)
     with pytest.raises(ValueError, match="1 prompts stand both in 'train' and in 'validation'"):
