@@ -171,9 +171,9 @@ def _pick(examples: Examples, rows: Tensor | slice) -> Examples:
 
 
 def _steps(positions: int, batch_size: int) -> int:
-    """Batches of each process."""
+    """Batches of each process; none of them is empty, if it takes one position more than `batch_size`."""
     _check_processes(positions, "positions")
-    return -(-positions // (batch_size * _world_size()))
+    return min(-(-positions // (batch_size * _world_size())), positions // _world_size())
 
 
 def _check_processes(count: int, what: str) -> None:
