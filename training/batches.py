@@ -150,7 +150,10 @@ class Sequences(_Batches):
                 sizes.append(0)
             sizes[-1] += 1
         _check_processes(len(self.prompts), "prompts")
-        while len(sizes) % _world_size():
+        rounds = min(-(-len(sizes) // _world_size()), len(self.prompts) // _world_size())
+        while len(sizes) > rounds * _world_size():  # prompts stand alone, and cannot be shared evenly
+            sizes[:2] = [sizes[0] + sizes[1]]
+        while len(sizes) < rounds * _world_size():
             largest = max(range(len(sizes)), key=sizes.__getitem__)
             half = sizes[largest] // 2
             sizes[largest : largest + 1] = [sizes[largest] - half, half]

@@ -134,6 +134,18 @@ def test_long_prompts_stand_alone_and_order_changes(split: TraceTensors) -> None
     assert first != second
 
 
+@pytest.mark.parametrize(("prompts", "count"), [(3, 2), (5, 3), (5, 4), (7, 3)])
+def test_prompts_that_cannot_be_shared_evenly_stand_together(
+    prompts: int, count: int, split: TraceTensors, processes: Processes
+) -> None:
+    few, parts = split.take(split.prompt_index < prompts), []
+    for rank in range(count):
+        processes(rank, count)
+        parts.append([len(batch.tv) for batch in Sequences(few, 1, shuffle=False)])
+    assert {len(part) for part in parts} == {prompts // count}
+    assert sum(map(sum, parts)) == prompts
+
+
 def test_prompts_without_weight_are_left_out(split: TraceTensors) -> None:
     silent = dataclasses.replace(split, weight=(split.prompt_index > 2).float())
     assert len(Sequences(silent, 1, shuffle=False)) == len(split.prompt_ids) - 3
