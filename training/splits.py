@@ -118,8 +118,7 @@ class TraceTensors:
             return self
         document = document_of(self.prompt_ids, self.prompt_index)
         own = torch.ones(len(self)) if self.weight is None else self.weight
-        # A document of positions that teach nothing has size 0, and whatever weight: it is not counted.
-        sizes = torch.bincount(document, weights=(own > 0).float()).clamp_min(1)
+        sizes = torch.bincount(document, weights=(own > 0).float())
         drawn = document_weights(sizes, weight, seed)[document]
         return replace(self, weight=drawn * own).take(drawn > 0)
 
@@ -258,21 +257,24 @@ def document_weights(positions: Tensor, weight: str, seed: int) -> Float[Tensor,
     """How much a position of each document counts, from the documents' sizes ``[D]``; 1 on average over what counts.
 
     ``position``: all alike. ``prompt``: documents alike, whatever their length. ``bootstrap``: as often as the document
-    is drawn, with replacement, in as many draws as there are documents.
+    is drawn, with replacement, in as many draws as there are documents. One without positions is none, and gets 0.
 
     Raises:
         ValueError: unknown weight.
     """
     check_choice("weight", weight, WEIGHTS)
-    sizes = positions.double()
+    teaches = positions > 0
+    sizes, weights = positions[teaches].double(), torch.zeros(len(positions))
     if weight == "position":
-        return torch.ones(len(sizes))
-    if weight == "prompt":
-        return (sizes.mean() / sizes).float()
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(sizes), (len(sizes),), generator=generator)
-    times = torch.bincount(drawn, minlength=len(sizes)).double()
-    return (times * sizes[times > 0].sum() / (times * sizes).sum()).float()
+        own = torch.ones(len(sizes))
+    elif weight == "prompt":
+        own = sizes.mean() / sizes
+    else:
+        drawn = torch.randint(len(sizes), (len(sizes),), generator=torch.Generator().manual_seed(seed))
+        times = torch.bincount(drawn, minlength=len(sizes)).double()
+        own = times * sizes[times > 0].sum() / (times * sizes).sum()
+    weights[teaches] = own.float()
+    return weights
 
 
 def _tensors_of(part: TraceSplit, reading: Reading) -> TraceTensors:

@@ -104,6 +104,8 @@ def test_documents_count_alike_whatever_their_length() -> None:
     weights = document_weights(sizes, "prompt", 0)
     assert torch.allclose(weights * sizes, torch.full((3,), 20.0))
     assert document_weights(sizes, "position", 0).tolist() == [1, 1, 1]
+    assert document_weights(torch.tensor([10, 0, 40, 10]), "prompt", 0)[[0, 2, 3]].tolist() == weights.tolist()
+    assert float(document_weights(torch.tensor([10, 0, 40, 10]), "prompt", 0)[1]) == 0
 
 
 def test_a_bootstrap_draws_as_many_documents_as_there_are() -> None:
