@@ -144,6 +144,7 @@ def _rich_bar() -> Any:
         TextColumn("{task.fields[unit]}"),
         TextColumn("{task.fields[rate]}"),
         console=Console(stderr=True),
+        refresh_per_second=2,
     )
 
 

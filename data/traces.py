@@ -8,7 +8,7 @@ Shapes: ``N`` position, ``K`` slot of the top-k union (padded: id -1, probabilit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -176,18 +176,48 @@ class Traces:
             ValueError: no such split, or an empty one; no such origin, or one without rows in the split; hidden states
                 that were not collected.
         """
+        self._check_split(name)
+        shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
+        files = [self.folder / shard.file for shard in shards]
+        if not files:
+            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
+        table = read_rows(files, split=name, columns=_columns_of(files[0], hidden))
+        if not table.num_rows:
+            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
+        return self._tensors(table, hidden)
+
+    def scan(
+        self, name: str, rows: int = 1 << 16, order: Sequence[int] | None = None, hidden: bool = False
+    ) -> Iterator[TraceSplit]:
+        """Load one split in pieces, so that memory stays bounded whatever its size; together they are `split(name)`.
+
+        Args:
+            name: the split.
+            rows: rows that are read at a time; a piece holds those of them that are the split's.
+            order: the shards to read, by their place in the manifest; all of them in order by default.
+            hidden: as in `split`.
+
+        Raises:
+            ValueError: no such split, or an empty one; hidden states that were not collected.
+        """
+        self._check_split(name)
+        shards = self.manifest.shards
+        for index in range(len(shards)) if order is None else order:
+            path = self.folder / shards[index].file
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(rows, columns=_columns_of(path, hidden)):
+                    table = pa.Table.from_batches([batch]).filter(pc.field("split") == name)
+                    if table.num_rows:
+                        yield self._tensors(table, hidden)
+
+    def _check_split(self, name: str) -> None:
         if name not in self.splits:
             raise ValueError(
                 unknown_name("split", name, self.splits)
                 + f" (in {self.folder}; prompts.splits decides when they are collected)"
             )
-        shards = self.manifest.shards if origin is None else self.manifest.shards_of(origin)
-        files = [self.folder / shard.file for shard in shards]
-        if not files:
-            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
-        table = read_rows(files, split=name, columns=self._columns_of(files[0], hidden))
-        if not table.num_rows:
-            raise ValueError(f"origin: expected one with rows in split {name!r}, got {origin!r}, which has none")
+
+    def _tensors(self, table: pa.Table, hidden: bool) -> TraceSplit:
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
@@ -215,14 +245,6 @@ class Traces:
             top_k=plan.top_k,
             **_optional_columns(table),
         )
-
-    def _columns_of(self, file: Path, hidden: bool) -> list[str]:
-        """What to read of the shards, all of which have the columns of one; hidden states only where asked for."""
-        held = set(pq.read_schema(file).names)
-        if hidden and not held.issuperset(HIDDEN_COLUMNS):
-            raise ValueError(f"hidden: expected traces collected with hidden=true, {self.folder} holds none")
-        optional = (EXPECTED_GAIN.name, *CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names)
-        return [*SCHEMA.names, *(name for name in optional if name in held), *(HIDDEN_COLUMNS if hidden else ())]
 
 
 _TOP_PROBS = ("topk_q", "topk_p")
@@ -279,6 +301,15 @@ def find_finished(folder: Path) -> Manifest | None:
     if (folder / MANIFEST).is_file() and all((folder / shard.file).is_file() for shard in Manifest.read(folder).shards):
         return Traces.open(folder).manifest
     return None
+
+
+def _columns_of(path: Path, hidden: bool) -> list[str]:
+    """What to read of a shard and its like; hidden states only where asked for."""
+    held = set(pq.read_schema(path).names)
+    if hidden and not held.issuperset(HIDDEN_COLUMNS):
+        raise ValueError(f"hidden: expected traces collected with hidden=true, {path.parent} holds none")
+    optional = (EXPECTED_GAIN.name, *CASCADE_COLUMNS.names, *OUTCOME_COLUMNS.names)
+    return [*SCHEMA.names, *(name for name in optional if name in held), *(HIDDEN_COLUMNS if hidden else ())]
 
 
 def _column(table: pa.Table, name: str) -> Tensor:

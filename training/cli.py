@@ -1,14 +1,17 @@
 """``python train_router.py --config FILE`` and ``speccascade train``: LightningCLI around the router's module and data.
 
-One run: fit with early stopping, keep the best checkpoint, log to CSV (and TensorBoard where installed), write the
-resolved config beside them, export the bundle, name the next command.
+One run: fit with early stopping, keep the best checkpoint (weights alone) and the last (all that a run needs to go on),
+log to CSV (and TensorBoard where installed), write the resolved config beside them, export the bundle, name the next
+command. With several processes the first one writes and speaks.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import pickle
 import re
+import shlex
 import sys
 import warnings
 from argparse import ArgumentError, RawDescriptionHelpFormatter
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from jsonargparse import DefaultHelpFormatter
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -27,6 +31,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from ..data.progress import announce
 from ..router.checks import check_choice, nearest
 from .calibrate import CalibrationConfig
+from .callbacks import EpochLines, TrainingBar
 from .datamodule import TraceDataModule
 from .export import ExportConfig, export_router
 from .module import RouterModule
@@ -51,6 +56,10 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "log_every_n_steps": 10,
 }
+
+
+FEW_POSITIONS = 1000
+FEW_PROMPTS = 20
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
@@ -81,29 +90,6 @@ class BundleOptions:
         check_choice("recalibrate", self.recalibrate, RECALIBRATIONS)
 
 
-class EpochLine(pl.Callback):
-    """Says how training goes, on one line an epoch and at most one line in `every` epochs."""
-
-    def __init__(self, every: int = 5) -> None:
-        self.every = every
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the epoch's figures; `on_validation_epoch_end` would come before the module has logged them."""
-        if trainer.sanity_checking or not trainer.is_global_zero or trainer.current_epoch % self.every:
-            return
-        known = trainer.callback_metrics
-        shown = [
-            f"{label} {float(known[name]):.4f}"
-            for name, label in (
-                ("val_loss", "validation loss"),
-                ("val_area_zero_one", "frontier area 0-1"),
-                ("val_area_sampled", "sampled"),
-            )
-            if name in known
-        ]
-        announce(f"epoch {trainer.current_epoch + 1:>3} of at most {trainer.max_epochs}: {', '.join(shown)}")
-
-
 class RouterCLI(LightningCLI):
     """LightningCLI with the router's defaults: output folder, early stopping, best checkpoint, loggers, bundle."""
 
@@ -113,6 +99,9 @@ class RouterCLI(LightningCLI):
         parser.add_lightning_class_args(RouterModule, "model")
         parser.add_lightning_class_args(TraceDataModule, "data")
         parser.add_class_arguments(BundleOptions, "bundle")
+        parser.add_argument(
+            "--ckpt_path", type=str | None, default=None, help="go on with a stopped run: its OUT/checkpoints/last.ckpt"
+        )
         parser.add_lightning_class_args(pl.Trainer, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in _TRAINER_DEFAULTS.items()})
 
@@ -127,9 +116,12 @@ class RouterCLI(LightningCLI):
                 "checkpoint.monitor": "val_loss",
                 "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
+                "checkpoint.save_weights_only": True,
             }
         )
         parser.link_arguments("model.feature_set", "data.feature_set")
+        parser.link_arguments("model.kind", "data.needs_candidates", compute_fn=_reads_candidates)
+        parser.link_arguments("model.context", "data.sequences", compute_fn=bool)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("out", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
@@ -141,14 +133,18 @@ class RouterCLI(LightningCLI):
             raise ValueError(_explain(str(error), parser.get_defaults().keys())) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Log into the output folder unless a logger was configured."""
+        """Log into the output folder unless a logger was configured; keep the last epoch, to go on with."""
         out = self.config["out"]
         if self.config["trainer"]["logger"] in (None, True):
             kwargs["logger"] = [CSVLogger(out, name="logs", version="csv")]
             if importlib.util.find_spec("tensorboard") is not None:
                 kwargs["logger"].append(TensorBoardLogger(out, name="logs", version="tensorboard"))
         kwargs.setdefault("default_root_dir", out)
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        last = ModelCheckpoint(_checkpoint_folder(out), filename="last", enable_version_counter=False)
+        if trainer.checkpoint_callbacks:
+            trainer.callbacks.append(last)  # type: ignore[attr-defined]  # unknown to the trainer's type
+        return trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,19 +159,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cli = _parse([_underscored(word) for word in words])
         out = Path(cli.config["out"])
         cli.datamodule.setup("fit")  # missing traces are answered before anything is written
-        out.mkdir(parents=True, exist_ok=True)
-        cli.parser.save(cli.config, out / "config.yaml", overwrite=True)
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    _finish(cli, out)
+        stopped = _stopped_run(cli.config["ckpt_path"], cli.model)
+        if cli.trainer.is_global_zero:
+            _warn_of_few(cli.datamodule)
+            out.mkdir(parents=True, exist_ok=True)
+            cli.parser.save(cli.config, out / "config.yaml", overwrite=True)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=stopped, weights_only=True)
+    if cli.trainer.is_global_zero:
+        _finish(cli, out)
 
 
 def _finish(cli: RouterCLI, out: Path) -> None:
-    best = next(one for one in cli.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
+    best: ModelCheckpoint = cli.config_init["checkpoint"]
     announce(f"Best checkpoint: {best.best_model_path} ({best.monitor} {float(best.best_model_score or 0):.4f})")
     options: BundleOptions = cli.config_init["bundle"]
-    if not options.enabled or not cli.trainer.is_global_zero:
+    if not options.enabled:
         return
-    traces = cli.datamodule.traces_dir
     folder = export_router(
         ExportConfig(
             Path(best.best_model_path),
@@ -186,7 +185,45 @@ def _finish(cli: RouterCLI, out: Path) -> None:
             recalibrate=options.recalibrate,
         )
     )
-    announce(f"Next: speccascade evaluate --offline --traces {traces} --router [{folder}] --out {out / 'evaluate'}")
+    command = ["speccascade", "evaluate", "--offline", "--traces", str(cli.datamodule.traces_dir)]
+    announce(f"Next: {shlex.join([*command, '--router', f'[{folder}]', '--out', str(out / 'evaluate')])}")
+
+
+def _stopped_run(path: str | None, model: RouterModule) -> str | None:
+    """Check that a checkpoint is one that this run can go on with.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it holds weights alone, or another head's.
+    """
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"ckpt_path: no checkpoint at {path!r}")
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        settings = dict(held["hyper_parameters"])
+    except (KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"ckpt_path: expected a checkpoint of a router's training, got {path!r}") from error
+    if "optimizer_states" not in held:
+        raise ValueError(f"ckpt_path: expected the last.ckpt of a run, got {path!r}, which holds weights alone")
+    for name in ("kind", "estimator", "feature_set", "hidden", "losses", "context"):
+        if settings.get(name) != model.hparams[name]:
+            raise ValueError(
+                f"ckpt_path: {path} was trained with {name} {settings.get(name)!r}, not {model.hparams[name]!r}"
+            )
+    return path
+
+
+def _warn_of_few(data: TraceDataModule) -> None:
+    """Say when there is too little to learn from."""
+    assert data.train is not None, "setup comes first"
+    positions, prompts = len(data.train), len(data.train.prompt_ids)
+    if positions < FEW_POSITIONS or prompts < FEW_PROMPTS:
+        announce(
+            f"Warning: {positions:,} training positions of {prompts:,} prompts; with fewer than {FEW_POSITIONS:,} or "
+            f"{FEW_PROMPTS} a router is mostly noise, and its intervals are wide: collect more"
+        )
 
 
 def _parse(words: list[str]) -> RouterCLI:
@@ -195,7 +232,7 @@ def _parse(words: list[str]) -> RouterCLI:
         TraceDataModule,
         save_config_callback=None,
         seed_everything_default=0,
-        trainer_defaults={"callbacks": [EpochLine()]},
+        trainer_defaults={"callbacks": [TrainingBar(), EpochLines()]},
         parser_kwargs={
             "exit_on_error": False,
             "prog": "speccascade train",
@@ -208,6 +245,10 @@ def _parse(words: list[str]) -> RouterCLI:
         args=words,
         run=False,
     )
+
+
+def _reads_candidates(kind: str) -> bool:
+    return kind == "pooled"
 
 
 def _checkpoint_folder(out: str) -> str:

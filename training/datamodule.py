@@ -1,114 +1,68 @@
-"""Traces to batches: features and correctness in memory once, served as permuted slices.
+"""Traces to batches of `Examples`: which split, which labels, which weights, in memory or from disk.
 
-A batch is `Examples`. Rows are never collated one by one: a slice of a
-permutation is a batch, which is several hundred thousand rows a second where row-wise loaders give a few ten thousand.
-Splits are those of the traces, made by prompt; a prompt that stands in two of them is refused.
-
-Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (zero_one, sampled) and the models (q, p).
+Splits are those of the traces, made by prompt; a text that stands in two of them is refused.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytorch_lightning as pl
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
+from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from ..data.progress import announce, describe_bytes
+from ..data.prompts import document_of
 from ..data.traces import Traces
+from ..router.checks import check_choice
 from ..router.examples import Examples
-from ..router.features import build_features
+from .batches import Scan, Sequences, Slices
 from .holdout import divide
+from .memory import free_memory
+from .splits import (
+    WEIGHTS,
+    Reading,
+    ScannedSplit,
+    TraceTensors,
+    bytes_a_position,
+    first_positions,
+    load_split,
+    read_pieces,
+)
 
-__all__ = ["Slices", "TraceDataModule", "TraceTensors", "load_split"]
+__all__ = ["MEMORIES", "Slices", "TraceDataModule", "TraceTensors", "load_split"]
 
+MEMORIES = ("auto", "whole", "scan")
 
-@dataclass(frozen=True)
-class TraceTensors:
-    """One split of the traces, ready for a head.
-
-    `tv` is D_TV(p, q) at the temperature of the traces, `agree` 1 where both models prefer the same token,
-    `prompt_index` counts within the split.
-    """
-
-    features: Float[Tensor, "N F"]
-    correctness: Float[Tensor, "N 2 2"]
-    tv: Float[Tensor, "N"]
-    agree: Float[Tensor, "N"]
-    prompt_index: Int[Tensor, "N"]
-    prompt_ids: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.tv)
-
-    def take(self, rows: Tensor) -> "TraceTensors":
-        """Positions by index or by mask; prompts keep their numbers."""
-        tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
-
-    @property
-    def examples(self) -> Examples:
-        """All positions, as heads learn from them."""
-        return Examples(self.features, self.correctness, self.tv)
-
-
-def load_split(traces: Traces, split: str, feature_set: str) -> TraceTensors:
-    """Read a split of the traces and build its features.
-
-    Raises:
-        ValueError: the split is unknown or empty.
-    """
-    part = traces.split(split)
-    return TraceTensors(
-        features=build_features(part.stats, feature_set),
-        correctness=part.correctness.float(),
-        tv=part.stats.tv.float(),
-        agree=part.stats.argmax_agree.float(),
-        prompt_index=part.prompt_index,
-        prompt_ids=part.prompt_ids,
-    )
-
-
-class Slices(IterableDataset[Examples]):
-    """Batches of one split; shuffled anew each epoch, from the seed, if `shuffle`.
-
-    With several processes each takes every n-th batch, and all take equally many.
-    """
-
-    def __init__(self, tensors: TraceTensors, batch_size: int, shuffle: bool, seed: int = 0) -> None:
-        self.tensors, self.batch_size, self.shuffle, self.seed = tensors, batch_size, shuffle, seed
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        batches = -(-len(self.tensors) // self.batch_size)
-        return max(batches // _world_size(), 1)
-
-    def __iter__(self) -> Iterator[Examples]:
-        data = self.tensors
-        order = torch.arange(len(data))
-        if self.shuffle:
-            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed + self.epoch))
-            self.epoch += 1
-        chunks = order.split(self.batch_size)
-        for turn in range(len(self)):
-            rows = chunks[(turn * _world_size() + _rank()) % len(chunks)]
-            yield Examples(data.features[rows], data.correctness[rows], data.tv[rows])
+VALIDATION_BATCH = 1 << 16
 
 
 class TraceDataModule(pl.LightningDataModule):
-    """Reads traces once and serves their train and validation splits.
+    """Reads traces once, or once an epoch, and serves their train and validation splits.
 
     Args:
         traces: folder that `speccascade collect` wrote.
-        batch_size: positions a step.
+        batch_size: positions a step, at most; for a head that reads order, about as many, padding included.
         feature_set: which features to build; the head's own.
         train_split: split to learn from.
         validation_split: split for early stopping, the choice of the checkpoint and the calibration.
-        calibration_share: share of its documents that serve the calibration alone: what early stopping has not seen can
-            bound a loss of quality. 0 calibrates on all of it, and bounds are then approximate.
-        seed: of the order of positions.
+        memory: `whole` keeps all features in memory; `scan` reads the shards anew each epoch and holds a block of
+            262,144 positions, within which they are shuffled; `auto` is `whole` where both splits fit into a quarter
+            of the free memory.
+        weight: how much a training position counts: `position`, all alike; `prompt`, prompts alike whatever their
+            length; `bootstrap`, as often as its prompt is drawn, with replacement, from the seed: one member of an
+            ensemble, or one resample of an honest interval. Windows of one text count as one prompt. Validation counts
+            positions alike.
+        labels: `gold` judges each model by the reference's token; `outcome` by the score of the answer that its token
+            led to, at the positions where counterfactuals were collected.
+        calibration_share: share of the validation documents that serve the calibration alone: what early stopping has
+            not seen can bound a loss of quality. 0 calibrates on all of them, and bounds are then approximate.
+        seed: of the order of positions, and of the bootstrap.
+        needs_candidates: give the likely tokens of both models, for heads that read them; decided by the head.
+        sequences: give whole prompts in order, for heads that read order; decided by the head.
+
+    Raises:
+        ValueError: an unknown name, a size below 1, or a head that reads order beside `scan`.
     """
 
     def __init__(
@@ -118,63 +72,103 @@ class TraceDataModule(pl.LightningDataModule):
         feature_set: str = "verified",
         train_split: str = "train",
         validation_split: str = "validation",
+        memory: str = "auto",
+        weight: str = "position",
+        labels: str = "gold",
         calibration_share: float = 0.5,
         seed: int = 0,
+        needs_candidates: bool = False,
+        sequences: bool = False,
     ) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        check_choice("memory", memory, MEMORIES)
+        check_choice("weight", weight, WEIGHTS)
+        if sequences and memory == "scan":
+            raise ValueError("memory: expected 'whole' or 'auto' for a head that reads order, got 'scan'")
         self.save_hyperparameters()
         self.traces_dir, self.batch_size, self.feature_set = Path(traces), batch_size, feature_set
         self.train_split, self.validation_split, self.seed = train_split, validation_split, seed
+        self.memory, self.weight, self.sequences = memory, weight, sequences
+        self.reading = Reading(feature_set, labels, needs_candidates, whole_prompts=sequences)
         self.calibration_share = calibration_share
-        self.train: TraceTensors | None = None
+        self.train: TraceTensors | ScannedSplit | None = None
         self.validation: TraceTensors | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Load both splits, once.
+        """Read both splits, once.
 
         Raises:
             FileNotFoundError: there are no traces.
-            ValueError: they are damaged, a split is empty, or a prompt stands in both splits.
+            ValueError: they are damaged, lack what is asked for, a split is empty, or a text stands in both splits.
         """
         if self.train is not None:
             return
         traces = Traces.open(self.traces_dir)
-        self.train = load_split(traces, self.train_split, self.feature_set)
-        self.validation = load_split(traces, self.validation_split, self.feature_set)
-        shared = set(self.train.prompt_ids) & set(self.validation.prompt_ids)
+        read = self._scan if self._reads_by_scan(traces) else self._load
+        train, validation = read(traces, self.train_split), self._load(traces, self.validation_split)
+        shared = _shared_documents(train.prompt_ids, validation.prompt_ids)
         if shared:
             raise ValueError(
-                f"traces: {len(shared)} prompts stand both in {self.train_split!r} and in {self.validation_split!r}; "
+                f"traces: {shared} prompts stand both in {self.train_split!r} and in {self.validation_split!r}; "
                 "a router must be judged on prompts that it never saw"
             )
-        self.validation, _ = divide(self.validation, self.calibration_share)
+        self.train, (self.validation, _) = train, divide(validation, self.calibration_share)
 
     def normalisation(self) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
         """Mean and deviation of every training feature, missing values (NaN) left out."""
         assert self.train is not None, "setup comes first"
-        features = self.train.features.double()
-        known = ~features.isnan()
-        counts = known.sum(dim=0).clamp_min(1)
-        mean = features.nan_to_num(0.0).sum(dim=0) / counts
-        spread = torch.where(known, features - mean, 0.0).square().sum(dim=0) / counts
-        return mean.float(), spread.sqrt().float()
+        return self.train.normalisation()
+
+    def preview(self) -> Examples:
+        """The first validation positions, the same in every process."""
+        assert self.validation is not None, "setup comes first"
+        return first_positions(self.validation)
 
     def train_dataloader(self) -> DataLoader[Examples]:
-        """Shuffled training batches."""
-        assert self.train is not None, "setup comes first"
-        return DataLoader(Slices(self.train, self.batch_size, shuffle=True, seed=self.seed), batch_size=None)
+        """Shuffled training batches; a resumed run goes on with the epoch that it was stopped in."""
+        epoch = self.trainer.current_epoch if self.trainer else 0
+        return self._loader(self.train, self.batch_size, shuffle=True, epoch=epoch)
 
     def val_dataloader(self) -> DataLoader[Examples]:
         """Validation batches in order."""
-        assert self.validation is not None, "setup comes first"
-        return DataLoader(Slices(self.validation, 1 << 16, shuffle=False), batch_size=None)
+        return self._loader(self.validation, VALIDATION_BATCH, shuffle=False, epoch=0)
+
+    def _loader(
+        self, split: TraceTensors | ScannedSplit | None, size: int, shuffle: bool, epoch: int
+    ) -> DataLoader[Examples]:
+        assert split is not None, "setup comes first"
+        if isinstance(split, ScannedSplit):
+            return DataLoader(Scan(split, size, shuffle, self.seed, epoch), batch_size=None)
+        kind = Sequences if self.sequences else Slices
+        return DataLoader(kind(split, size, shuffle, self.seed, epoch), batch_size=None)
+
+    def _load(self, traces: Traces, split: str) -> TraceTensors:
+        reading = self.reading
+        loaded = load_split(
+            traces, split, reading.feature_set, reading.labels, reading.candidates, reading.whole_prompts
+        )
+        return loaded.weighted(self.weight, self.seed) if split == self.train_split else loaded
+
+    def _scan(self, traces: Traces, split: str) -> ScannedSplit:
+        weight = self.weight if split == self.train_split else "position"
+        return ScannedSplit(traces, split, self.reading, weight, self.seed)
+
+    def _reads_by_scan(self, traces: Traces) -> bool:
+        """Whether to leave the splits on disk; `auto` is announced."""
+        if self.memory != "auto" or self.sequences:
+            return self.memory == "scan"
+        rows = sum(traces.manifest.split_rows.get(name, 0) for name in {self.train_split, self.validation_split})
+        if not rows:
+            return False  # reading answers with the splits that there are
+        size = rows * bytes_a_position(next(read_pieces(traces, self.train_split, self.reading, rows=1024)))
+        free = free_memory()
+        scans = free is not None and size > free / 4
+        how = "read from disk each epoch, more than a quarter of what is free" if scans else "in memory"
+        rank_zero_only(announce)(f"Traces: {rows:,} positions, {describe_bytes(size)} of features, {how}")
+        return scans
 
 
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+def _shared_documents(train: tuple[str, ...], validation: tuple[str, ...]) -> int:
+    return len(set(map(document_of, train)) & set(map(document_of, validation)))

@@ -12,7 +12,7 @@ import torch
 from ..data.resampling import held_back
 
 if TYPE_CHECKING:
-    from .datamodule import TraceTensors
+    from .splits import TraceTensors
 
 __all__ = ["divide"]
 

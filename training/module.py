@@ -1,37 +1,48 @@
-"""A router head as a LightningModule: its loss, its optimiser and its validation metrics. Knows no file.
+"""A router head as a LightningModule: its loss, its optimiser, and when it is measured. Knows no file.
 
-Shapes: ``N`` position, ``F`` feature; axes of length two are the losses (zero_one, sampled) and the models (q, p).
+Heads are trained by gradient steps, or, where they bring a ``fit`` of their own (trees), fitted once.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from torchmetrics.classification import BinaryAUROC
+from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor, nn
 
+from ..data.progress import announce
 from ..router.examples import Examples
 from ..router.heads import make_head
 from .datamodule import TraceDataModule
-from .metrics import CalibrationError, FrontierArea
+from .splits import TraceTensors
+from .validation import HeadMetrics, metrics_for
 
 __all__ = ["RouterModule"]
 
+DEFAULT_LOSSES = ("zero_one", "sampled")
+
 
 class RouterModule(pl.LightningModule):
-    """Trains one head for both losses at once.
+    """Trains one head for all of its losses at once.
 
     Args:
-        kind: `linear` or `mlp`.
+        kind: what the head is: `linear`, `mlp`, ...; an unknown name is answered with all of them.
         estimator: `gap` (squared loss on how much better the verifier did) or `two_confidence` (how often each model
             is right, by cross-entropy).
         feature_set: which statistics the head reads: `verified`, or `draft_only`.
-        hidden: widths of the hidden layers of `mlp`.
+        hidden: widths of the hidden layers of kinds that have some, such as `mlp`.
+        losses: what the head's gaps are about: `zero_one` for greedy decoding, `sampled` for sampling.
+        context: how many earlier positions a kind that reads order looks back on; 0 for all others.
         learning_rate: peak of AdamW's rate; it rises over the first twentieth of the steps and then falls to zero by a
             cosine.
         weight_decay: decoupled weight decay.
+        prices: values of α at which decisions are compared with those of a rule that knows the label (`val_regret_*`);
+            by default eight from 0 to where rejecting everywhere costs what that rule gains.
+
+    Raises:
+        ValueError: an unknown name, a learning rate that is not positive, or a price below 0.
     """
 
     def __init__(
@@ -40,69 +51,81 @@ class RouterModule(pl.LightningModule):
         estimator: str = "gap",
         feature_set: str = "verified",
         hidden: tuple[int, ...] = (64, 64),
+        losses: tuple[str, ...] = DEFAULT_LOSSES,
+        context: int = 0,
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-2,
+        prices: tuple[float, ...] | None = None,
     ) -> None:
         super().__init__()
         if not learning_rate > 0:
             raise ValueError(f"learning_rate: expected a positive number, got {learning_rate}")
+        if prices is not None and not (prices and min(prices) >= 0):
+            raise ValueError(f"prices: expected one number at least, none below 0, got {prices}")
         self.save_hyperparameters()
-        self.head = make_head(kind, estimator, feature_set, hidden)
-        self.learning_rate, self.weight_decay = learning_rate, weight_decay
-        names = ("draft", "verifier") if estimator == "two_confidence" else ()
-        self.areas = {loss: FrontierArea() for loss in self.head.losses}
-        self.rankings = {loss: BinaryAUROC() for loss in self.head.losses}
-        self.calibrations = {name: CalibrationError() for name in names}
-        # Registered too, so that they move to the device with the module.
-        self.metrics = torch.nn.ModuleList([*self.areas.values(), *self.rankings.values(), *self.calibrations.values()])
+        options: dict[str, Any] = {"losses": losses} if tuple(losses) != DEFAULT_LOSSES else {}
+        options |= {"context": context} if context else {}
+        self.head: Any = make_head(kind, estimator, feature_set, hidden, **options)
+        self.learning_rate, self.weight_decay, self.prices = learning_rate, weight_decay, prices
+        self.measured = HeadMetrics()
+        self.fits_itself = callable(getattr(self.head, "fit", None))
+        self.automatic_optimization = not self.fits_itself
 
     def setup(self, stage: str) -> None:
-        """Take the normalisation from the training split."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit, unknown to its type
-        if stage == "fit" and isinstance(data, TraceDataModule):
-            self.head.set_normalisation(*data.normalisation())
+        """Take the normalisation from the training split, and the prices from the other.
 
-    def forward(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N 2"]:
-        """Estimate the gap under each loss."""
-        gap: Tensor = self.head(features)
-        return gap
+        Raises:
+            ValueError: the data module does not give what the head reads.
+        """
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit, unknown to its type
+        if stage != "fit" or not isinstance(data, TraceDataModule):
+            return
+        _check_data(self.head, self.fits_itself, data)
+        self.head.set_normalisation(*data.normalisation())
+        self.measured = metrics_for(self.head, data.preview(), self.prices).to(self.device)
+        if self.fits_itself:
+            self.trainer.fit_loop.max_epochs = 1
+
+    def on_train_start(self) -> None:
+        """Fit a head that fits itself, on the whole training split."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.fits_itself:
+            rank_zero_only(announce)(f"Fitting {self.head.kind} on {len(data.train):,} positions, once")
+            self.head.fit(data.train.examples, data.validation.examples, data.seed)
+
+    def transfer_batch_to_device(self, batch: Examples, device: torch.device, dataloader_idx: int) -> Examples:
+        """Move a batch; Lightning's own walk over any collection costs a tenth of a small head's step."""
+        return Examples(*(None if values is None else values.to(device) for values in batch))  # type: ignore[arg-type]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """What the head estimates."""
+        estimate: Tensor = self.head(features)
+        return estimate
 
     def training_step(self, batch: Examples, batch_index: int) -> Tensor:
         """Loss of one batch."""
         loss: Tensor = self.head.loss(batch)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.tv))
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.tv), sync_dist=True)
+        if self.fits_itself and not batch_index:
+            self.optimizers().step()  # type: ignore[union-attr]  # a checkpoint is saved only after some step
         return loss
 
     def validation_step(self, batch: Examples, batch_index: int) -> None:
         """Collect what the epoch's metrics need."""
-        features, correctness, tv = batch.features, batch.correctness, batch.tv
-        self.log("val_loss", self.head.loss(batch), batch_size=len(tv))
-        gap = self.head(features)
-        for column, loss in enumerate(self.head.losses):
-            right_q, right_p = correctness[:, column, 0], correctness[:, column, 1]
-            self.areas[loss].update(gap[:, column], tv, 1 - right_q, 1 - right_p)
-            differ = right_q != right_p
-            self.rankings[loss].update(gap[differ, column], (right_p > right_q)[differ].long())
-        if self.calibrations:
-            confidences = self.head.confidences(features)[:, 0]
-            for model, name in enumerate(("draft", "verifier")):
-                self.calibrations[name].update(confidences[:, model], correctness[:, 0, model])
+        self.measured.update(self.head, batch)
 
     def on_validation_epoch_end(self) -> None:
         """Log the epoch's metrics."""
-        values: dict[str, Any] = {}
-        for loss in self.head.losses:
-            values[f"val_area_{loss}"] = self.areas[loss].compute()
-            values[f"val_auroc_{loss}"] = self.rankings[loss].compute()
-        for name, metric in self.calibrations.items():
-            values[f"val_ece_{name}"] = metric.compute()
-        self.log_dict({name: value.float() for name, value in values.items()})
-        for one in (*self.areas.values(), *self.rankings.values(), *self.calibrations.values()):
-            one.reset()
+        self.log_dict(self.measured.compute())
+        self.measured.reset()
 
     def configure_optimizers(self) -> Any:
         """AdamW; linear rise, then a cosine to zero over the planned steps."""
-        optimiser = torch.optim.AdamW(self.head.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+        if self.fits_itself:
+            return torch.optim.SGD([nn.Parameter(torch.zeros(0))])
+        optimiser = torch.optim.AdamW(
+            self.head.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, fused=True
+        )
         total = max(int(self.trainer.estimated_stepping_batches), 1)
         rise = max(total // 20, 1)
 
@@ -111,3 +134,18 @@ class RouterModule(pl.LightningModule):
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _check_data(head: Any, fits_itself: bool, data: TraceDataModule) -> None:
+    """Refuse batches that lack what the head reads."""
+    needs: Sequence[tuple[str, bool, bool]] = (
+        ("needs_candidates", head.kind == "pooled", data.reading.candidates),
+        ("sequences", getattr(head, "context", 0) > 0, data.sequences),
+    )
+    for name, expected, given in needs:
+        if expected != given:
+            raise ValueError(f"{name}: expected {expected} for a head of kind {head.kind!r}, got {given}")
+    if data.feature_set != head.feature_set:
+        raise ValueError(f"feature_set: expected the head's, {head.feature_set!r}, got {data.feature_set!r}")
+    if fits_itself and not (isinstance(data.train, TraceTensors) and isinstance(data.validation, TraceTensors)):
+        raise ValueError(f"memory: expected 'whole' for a head of kind {head.kind!r}, got 'scan'")

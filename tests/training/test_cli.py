@@ -2,9 +2,12 @@
 
 import csv
 import dataclasses
+import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,13 @@ import torch
 import yaml
 
 from speccascade.cli import main as speccascade
+from speccascade.cli.options import CommandLine
 from speccascade.data.resampling import held_back
 from speccascade.data.traces import Traces
+from speccascade.eval.config import EvaluateConfig
 from speccascade.router.learned import LearnedRouter
 from speccascade.training.cli import main
+from speccascade.training.datamodule import load_split
 from speccascade.training.export import ExportConfig, export_router, find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +128,8 @@ def test_what_cannot_be_exported_is_named(trained: Path, tmp_path: Path) -> None
         (["--config=nowhere.yaml"], r"nowhere\.yaml"),
         (["--data.traces=nowhere"], "nowhere"),
         (["--data.batch_size=0"], "batch_size: expected at least 1, got 0"),
+        (["--data.memory=hole"], "did you mean 'whole'"),
+        (["--data.labels=outcomes"], "did you mean 'outcome'"),
         (["stray"], "unknown option stray"),
     ],
 )
@@ -151,8 +159,115 @@ def test_an_unknown_key_in_a_file_is_named(capsys: pytest.CaptureFixture[str], t
 def test_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert speccascade(["train", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("two_confidence", "decoupled weight decay", "folder that `speccascade collect` wrote", "--out"):
+    for part in (
+        "two_confidence",
+        "decoupled weight decay",
+        "folder that `speccascade collect` wrote",
+        "--out",
+        "--ckpt_path",
+        "--data.memory",
+        "--data.weight",
+        "--data.labels",
+    ):
         assert part in text
+
+
+def test_a_run_says_how_it_went_and_what_comes_next(
+    make_traces: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Few positions are warned of; the next command can be pasted, odd folder names and all."""
+    traces = make_traces(tmp_path / "my traces", prompts=20, length=30)
+    main([f"--data.traces={traces}", f"--out={tmp_path / 'out'}", "--trainer.max_epochs=3"])
+    shown = capsys.readouterr().err
+    assert "Warning: 360 training positions of 12 prompts" in shown
+    with (tmp_path / "out" / "logs" / "csv" / "metrics.csv").open() as file:
+        logged = {int(row["epoch"]) + 1: float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]}
+    best = min(logged, key=logged.__getitem__)
+    assert re.search(rf"Trained 3 epochs in .*; best was epoch {best}: validation loss {logged[best]:.4f}", shown)
+    words = shlex.split(shown.split("Next: ")[1])
+    assert words[:3] == ["speccascade", "evaluate", "--offline"]
+    config = CommandLine("evaluate", EvaluateConfig, "", "").parse(words[2:])
+    assert (config.traces, config.router) == (str(traces), (str(tmp_path / "out" / "router"),))
+
+
+def test_enough_positions_are_not_warned_of(trained: Path, traces_dir: Path, tmp_path: Path, capsys) -> None:
+    main([f"--data.traces={traces_dir}", f"--out={tmp_path}", "--trainer.max_epochs=1", "--bundle.enabled=false"])
+    assert "Warning" not in capsys.readouterr().err
+
+
+def test_a_stopped_run_goes_on(trained: Path, traces_dir: Path, tmp_path: Path) -> None:
+    last = trained / "checkpoints" / "last.ckpt"
+    assert "optimizer_states" not in torch.load(find_checkpoint(trained), weights_only=True), (
+        "the best has weights alone"
+    )
+    with torch.random.fork_rng():
+        main([
+            f"--config={trained / 'config.yaml'}", f"--out={tmp_path}", "--trainer.max_epochs=8",
+            f"--ckpt_path={last}", "--bundle.enabled=false",
+        ])  # fmt: skip
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["epoch"] == 7
+    with (tmp_path / "logs" / "csv" / "metrics.csv").open() as file:
+        assert {row["epoch"] for row in csv.DictReader(file)} == {"6", "7"}
+
+
+def test_what_cannot_be_gone_on_with_is_named(trained: Path, traces_dir: Path, tmp_path: Path) -> None:
+    rest = [f"--data.traces={traces_dir}", f"--out={tmp_path / 'out'}"]
+    with pytest.raises(FileNotFoundError, match="ckpt_path: no checkpoint at 'nowhere'"):
+        main([*rest, "--ckpt_path=nowhere"])
+    with pytest.raises(ValueError, match=r"ckpt_path: expected the last\.ckpt of a run, .* holds weights alone"):
+        main([*rest, f"--ckpt_path={find_checkpoint(trained)}"])
+    with pytest.raises(ValueError, match="was trained with estimator 'two_confidence', not 'gap'"):
+        main([*rest, f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}"])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="ckpt_path: expected a checkpoint of a router's training"):
+        main([*rest, f"--ckpt_path={tmp_path / 'text.ckpt'}"])
+    assert not (tmp_path / "out").exists()
+
+
+_RECORDING = """
+import os, sys, torch
+from speccascade.training import cli, export, module
+
+seen, saved, step, save = [], [], module.RouterModule.training_step, export.save_bundle
+
+def recording_step(self, batch, index):
+    if self.current_epoch == 0:
+        seen.append(batch.features)
+    return step(self, batch, index)
+
+def recording_save(*arguments):
+    saved.append(str(arguments[0]))
+    return save(*arguments)
+
+module.RouterModule.training_step, export.save_bundle = recording_step, recording_save
+cli.main(sys.argv[2:])
+torch.save({"seen": seen, "saved": saved}, f"{sys.argv[1]}/rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+"""
+
+
+def test_two_processes_train_one_router(traces_dir: Path, tmp_path: Path) -> None:
+    """Each takes its own rows, together the split; the first one writes the bundle, once."""
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(_RECORDING)
+    done = subprocess.run(
+        [
+            sys.executable, script, tmp_path, f"--data.traces={traces_dir}", f"--out={out}", "--data.batch_size=1000",
+            "--trainer.max_epochs=2", "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.accelerator=cpu",
+            "--bundle.calibration.resamples=20",
+        ],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert [len(rank["seen"]) for rank in ranks] == [5, 5]
+    rows = [{tuple(row) for batch in rank["seen"] for row in batch.tolist()} for rank in ranks]
+    split = load_split(Traces.open(traces_dir), "train", "verified").features
+    assert not rows[0] & rows[1]
+    assert rows[0] | rows[1] == {tuple(row) for row in split.tolist()}
+    assert [rank["saved"] for rank in ranks] == [[str(out / "router")], []]
+    assert done.stderr.count("Router ready") == done.stderr.count("Traces: ") == 1
+    assert LearnedRouter.from_pretrained(out / "router").config.drafter == "small"
 
 
 def test_the_entry_point_script_is_the_same_command(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
 """The data module: splits by prompt, permuted slices, normalisation from the training split alone."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from speccascade.data.traces import Traces
 from speccascade.training import datamodule as module_under_test
-from speccascade.training.datamodule import Slices, TraceDataModule
+from speccascade.training import memory as memory_under_test
+from speccascade.training.datamodule import Slices, TraceDataModule, TraceTensors
 from speccascade.training.holdout import divide
+from speccascade.training.splits import ScannedSplit
 
 
 @pytest.fixture
@@ -46,12 +48,13 @@ def test_one_document_is_not_divided(data: TraceDataModule) -> None:
     assert divide(only, 0.5) == (only, None)
 
 
-def test_a_prompt_in_two_splits_is_refused(traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", ["", "-1"])
+def test_a_text_in_two_splits_is_refused(window: str, traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = module_under_test.load_split
 
-    def leaky(traces: Traces, split: str, feature_set: str) -> module_under_test.TraceTensors:
-        loaded = honest(traces, split, feature_set)
-        return dataclasses.replace(loaded, prompt_ids=(*loaded.prompt_ids, "p0000"))
+    def leaky(*arguments: object) -> module_under_test.TraceTensors:
+        loaded = honest(*arguments)
+        return dataclasses.replace(loaded, prompt_ids=(*loaded.prompt_ids, f"p0000{window}"))
 
     monkeypatch.setattr(module_under_test, "load_split", leaky)
     with pytest.raises(ValueError, match="1 prompts stand both in 'train' and in 'validation'"):
@@ -105,3 +108,55 @@ def test_missing_traces_and_splits_are_named(traces_dir: Path, tmp_path: Path) -
         TraceDataModule(str(traces_dir), train_split="tran").setup("fit")
     with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
         TraceDataModule(str(traces_dir), batch_size=0)
+
+
+def test_auto_reads_from_disk_what_does_not_fit(
+    traces_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for free, kind, said in (
+        (1 << 40, TraceTensors, "in memory"),
+        (1 << 20, ScannedSplit, "read from disk each epoch"),
+        (None, TraceTensors, "in memory"),
+    ):
+        monkeypatch.setattr(module_under_test, "free_memory", lambda free=free: free)
+        made = TraceDataModule(str(traces_dir))
+        made.setup("fit")
+        assert isinstance(made.train, kind) and isinstance(made.validation, kind)
+        assert re.search(rf"Traces: 12,800 positions, 1\.\d MB of features, {said}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("memory", ["whole", "scan"])
+def test_weights_are_for_training_alone(memory: str, traces_dir: Path) -> None:
+    made = TraceDataModule(str(traces_dir), memory=memory, weight="bootstrap", seed=3)
+    made.setup("fit")
+    training = [batch.weight for batch in made.train_dataloader()]
+    assert all(weight is not None and (weight > 0).all() for weight in training)
+    assert all(batch.weight is None for batch in made.val_dataloader())
+    other = TraceDataModule(str(traces_dir), memory=memory, weight="bootstrap", seed=4)
+    other.setup("fit")
+    assert made.train is not None and other.train is not None
+    assert len(made.train) < 9600 and len(made.train) != len(other.train), "about 0.63 of the prompts, others each time"
+
+
+def test_memory_free_is_told_or_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = tmp_path / "meminfo"
+    system.write_text("MemTotal:  9 kB\nMemAvailable:   1000 kB\n")
+    monkeypatch.setattr(memory_under_test, "_SYSTEM", system)
+    monkeypatch.setattr(memory_under_test, "_GROUP", tmp_path)
+    assert memory_under_test.free_memory() == 1_024_000
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert memory_under_test.free_memory() == 2000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_under_test.free_memory() == 1_024_000
+    system.unlink()
+    assert memory_under_test.free_memory() is None
+
+
+def test_options_that_do_not_go_together_are_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'whole'"):
+        TraceDataModule(memory="whol")
+    with pytest.raises(ValueError, match="did you mean 'prompt'"):
+        TraceDataModule(weight="prompts")
+    with pytest.raises(ValueError, match="memory: expected 'whole' or 'auto' for a head that reads order, got 'scan'"):
+        TraceDataModule(memory="scan", sequences=True)

@@ -1,11 +1,22 @@
-"""The frontier area: by hand on four positions, and as a metric over batches."""
+"""Metrics: by hand on a few positions, against a plain count, and over batches."""
 
 import math
 
+import pytest
 import torch
+from torchmetrics.functional.classification import binary_auroc
 
 from speccascade.data.calibration import calibration_error
-from speccascade.training.metrics import CalibrationError, FrontierArea, frontier_area
+from speccascade.training.metrics import (
+    BrierScore,
+    CalibrationError,
+    FrontierArea,
+    RankingScore,
+    RegretToOracle,
+    auroc,
+    frontier_area,
+    spread_prices,
+)
 
 
 def test_by_hand() -> None:
@@ -57,3 +68,68 @@ def test_calibration_over_batches_is_that_of_the_data_package() -> None:
     metric.reset()
     metric.update(torch.tensor([0.8]), torch.tensor([0.0]))
     assert math.isclose(float(metric.compute()), 0.8, rel_tol=1e-6)
+
+
+def test_auroc_is_a_count_of_pairs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    score = torch.randint(-5, 6, (60,), generator=generator) / 5
+    positive = torch.rand(60, generator=generator) < 0.4
+    pairs = [
+        1.0 if high > low else 0.5 if high == low else 0.0
+        for high in score[positive].tolist()
+        for low in score[~positive].tolist()
+    ]
+    assert auroc(score, positive) == pytest.approx(sum(pairs) / len(pairs), rel=1e-9)
+    assert auroc(score, positive) == pytest.approx(float(binary_auroc((score + 1) / 2, positive.long())), rel=1e-5)
+
+
+def test_auroc_of_one_class_is_undefined() -> None:
+    for positive in (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool), torch.zeros(0) > 0):
+        assert math.isnan(auroc(torch.rand(len(positive)), positive))
+    metric = RankingScore()
+    metric.update(torch.rand(3), torch.ones(3, dtype=torch.bool))
+    assert math.isnan(float(metric.compute()))
+
+
+def test_ranks_do_not_depend_on_how_scores_fall_into_batches() -> None:
+    """A batch whose scores all lie in [0, 1] beside one whose scores do not: values stay as they are."""
+    score, positive = torch.tensor([0.2, 0.9, -0.8, 3.0]), torch.tensor([False, True, False, True])
+    metric = RankingScore()
+    for rows in (slice(0, 2), slice(2, 4)):
+        metric.update(score[rows], positive[rows])
+    assert float(metric.compute()) == auroc(score, positive) == 1.0
+
+
+def test_regret_by_hand() -> None:
+    """Position 1: the verifier is right, for 0.5 α; position 2: both are."""
+    draft, verifier, tv = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]), torch.tensor([0.5, 1.0])
+    metric = RegretToOracle(torch.tensor([0.4, 4.0]))
+    # At 0.4 deferring pays at 1 (0.2 for 1) and not at 2 (0.4 for nothing); at 4 nowhere (2 for 1, 4 for nothing).
+    metric.update(torch.tensor([[False, False], [False, False]]), tv, draft, verifier)
+    assert float(metric.compute()) == pytest.approx((0.8 + 0) / 2 / 2)
+    metric.reset()
+    metric.update(torch.tensor([[True, True], [True, True]]), tv, draft, verifier)
+    assert float(metric.compute()) == pytest.approx(((0 + 0.4) / 2 + (1 + 4) / 2) / 2)
+
+
+def test_the_oracle_has_no_regret() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draft, verifier, tv = torch.rand(3, 50, generator=generator)
+    prices = torch.tensor([0.0, 0.2, 1.0])
+    metric = RegretToOracle(prices)
+    metric.update((draft - verifier)[:, None] > prices * tv[:, None], tv, draft, verifier)
+    assert float(metric.compute()) == 0.0
+
+
+def test_prices_end_where_the_best_gain_is_spent() -> None:
+    draft, verifier, tv = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.75, 0.25])
+    prices = spread_prices(draft, verifier, tv, count=5)
+    assert prices.tolist() == pytest.approx([0, 1 / 6, 1 / 3, 1 / 2, 2 / 3])
+    assert float(prices[-1] * tv.mean()) == pytest.approx(1 / 3), "one gain in three positions"
+
+
+def test_brier_score_is_a_mean_square() -> None:
+    metric = BrierScore()
+    metric.update(torch.tensor([0.5, 1.0]), torch.tensor([1.0, 1.0]))
+    metric.update(torch.tensor([0.2]), torch.tensor([0.7]))
+    assert float(metric.compute()) == pytest.approx((0.25 + 0.25) / 3)

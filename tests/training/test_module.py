@@ -8,6 +8,9 @@ import pytorch_lightning as pl
 import torch
 
 from speccascade.data.traces import Traces
+from speccascade.router.examples import Examples
+from speccascade.router.heads import RouterHead
+from speccascade.training import module as module_under_test
 from speccascade.training.cli import quiet_lightning
 from speccascade.training.datamodule import TraceDataModule, TraceTensors, load_split
 from speccascade.training.metrics import frontier_area
@@ -102,3 +105,92 @@ def test_bad_options_are_named() -> None:
         RouterModule(kind="liner")
     with pytest.raises(ValueError, match="learning_rate: expected a positive number"):
         RouterModule(learning_rate=0.0)
+
+
+class Fitted(RouterHead):
+    """A head that fits itself: it remembers what it was given, and takes one step by hand."""
+
+    def fit(self, examples: Examples, validation: Examples, seed: int) -> None:
+        self.given = (len(examples.tv), len(validation.tv), seed)
+        with torch.no_grad():
+            self.trunk[-1].bias[:] = 0.125
+
+
+def test_a_head_that_fits_itself_is_fitted_once(
+    traces_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module_under_test, "make_head", lambda *options: Fitted("linear", "gap", "verified", ()))
+    module = RouterModule()
+    best = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best", save_weights_only=True)
+    with quiet_lightning():
+        trainer = pl.Trainer(
+            max_epochs=7, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[best],
+        )  # fmt: skip
+        trainer.fit(module, datamodule=TraceDataModule(str(traces_dir), batch_size=512, seed=5))
+    assert module.head.given == (9600, 3200, 5)
+    assert trainer.current_epoch == 1
+    assert (module.head.trunk[-1].bias == 0.125).all(), "no gradient step follows"
+    assert trainer.callback_metrics["val_loss"].isfinite()
+    assert capsys.readouterr().err.count("Fitting linear on 9,600 positions, once") == 1
+    saved = torch.load(tmp_path / "best.ckpt", weights_only=True)
+    assert (saved["state_dict"]["head.trunk.0.bias"] == 0.125).all()
+    with pytest.raises(ValueError, match="memory: expected 'whole' for a head of kind 'linear', got 'scan'"):
+        trainer.fit(RouterModule(), datamodule=TraceDataModule(str(traces_dir), memory="scan"))
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"sequences": True}, "sequences: expected False for a head of kind 'mlp', got True"),
+        ({"needs_candidates": True}, "needs_candidates: expected False for a head of kind 'mlp', got True"),
+        ({"feature_set": "draft_only"}, "feature_set: expected the head's, 'verified', got 'draft_only'"),
+    ],
+)
+def test_batches_that_do_not_fit_the_head_are_refused(options: dict[str, Any], answer: str, traces_dir: Path) -> None:
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with quiet_lightning(), pytest.raises(ValueError, match=answer):
+        trainer.fit(RouterModule(), datamodule=TraceDataModule(str(traces_dir), **options))
+
+
+def test_training_from_disk_learns_as_well(traces_dir: Path) -> None:
+    """Other batches, the same positions: the validation losses differ by far less than training gains."""
+    losses = []
+    for memory in ("whole", "scan"):
+        with quiet_lightning(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            trainer = pl.Trainer(
+                max_epochs=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False, num_sanity_val_steps=0,
+            )  # fmt: skip
+            module = RouterModule(kind="linear")
+            trainer.fit(module, datamodule=TraceDataModule(str(traces_dir), batch_size=512, memory=memory))
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+    untrained = RouterModule(kind="linear").head.loss(
+        load_split(Traces.open(traces_dir), "validation", "verified").examples
+    )
+    assert abs(losses[0] - losses[1]) < 0.1 * (float(untrained) - min(losses))
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(traces_dir: Path, tmp_path: Path) -> None:
+    def run(checkpoint: Path | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = RouterModule(kind="linear")
+        every = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
+        trainer = pl.Trainer(
+            max_epochs=4, accelerator="cpu", logger=False, callbacks=[every], enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=0,
+        )  # fmt: skip
+        data = TraceDataModule(str(traces_dir), batch_size=1024)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        return module.head.state_dict()
+
+    with quiet_lightning(), torch.random.fork_rng():
+        unbroken, resumed = run(None), run(tmp_path / "epoch=1.ckpt")
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+
+
+def test_prices_are_checked() -> None:
+    for prices in ((), (0.1, -0.2)):
+        with pytest.raises(ValueError, match="prices: expected one number at least, none below 0"):
+            RouterModule(prices=prices)
