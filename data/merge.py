@@ -24,6 +24,7 @@ from .folders import sole_writer, write_text
 from .manifest import MANIFEST, Manifest, Origin, TracePlan, record_shards
 from .plan import adopt_plan, flatten
 from .progress import Progress, announce
+from .prompts import document_of
 from .shards import check_shard, read_rows, shard_name, write_shard
 from .summary import describe
 from .traces import Traces, find_finished
@@ -139,7 +140,7 @@ class _Prompts:
 
     def admit(self, prompt_id: str, content: bytes) -> str | None:
         """Return the id that a prompt goes by, or None where the same content is there already."""
-        base = prompt_id.partition("-")[0]
+        base = document_of(prompt_id)
         if (base, content) in self._contents:
             return None
         self._contents.add((base, content))

@@ -23,7 +23,7 @@ from .presets import PRESETS, REFERENCE_FILTERS, REFERENCE_STRIPS, Preset
 from .sources import EMBEDDED_TEXTS, Row, describe_value, find_value, read_rows
 from .windows import cut_windows
 
-__all__ = ["Example", "PromptConfig", "load_examples", "read_examples", "split_of"]
+__all__ = ["Example", "PromptConfig", "document_of", "load_examples", "read_examples", "split_of"]
 
 EMBEDDED_GSM8K = "embedded:gsm8k"
 
@@ -213,14 +213,22 @@ def read_examples(config: PromptConfig, split: str | None = None) -> Iterator[Ex
     return _make_examples(config, config.preset, rows, split)
 
 
+def document_of(prompt_id: str) -> str:
+    """Return the id of the text that a prompt comes from: repeats of one prompt and windows of one text share it.
+
+    >>> document_of("3f2a-2")
+    '3f2a'
+    """
+    return prompt_id.partition("-")[0]
+
+
 def split_of(prompt_id: str, splits: Mapping[str, float]) -> str:
     """Name the split of a prompt: a hash of its id, read as a number in [0, 1), falls into one share.
 
     >>> split_of("a", {"train": 1.0})
     'train'
     """
-    text_id = prompt_id.partition("-")[0]  # repeats of one prompt stay together
-    place = int.from_bytes(hashlib.sha256(text_id.encode()).digest()[:8], "big") / 2**64
+    place = int.from_bytes(hashlib.sha256(document_of(prompt_id).encode()).digest()[:8], "big") / 2**64
     edge = 0.0
     for name, share in splits.items():
         edge += share

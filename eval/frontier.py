@@ -22,18 +22,10 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
+from ..data.resampling import Interval, bootstrap_weights, interval, resampled_means, sum_by_prompt
 from .grid import method_grid
 from .methods import LOSS_NOTES, REPLAY_LOSSES, Method
-from .metrics import (
-    Interval,
-    bootstrap_weights,
-    budget_hull,
-    curve_area,
-    curve_at,
-    interval,
-    resampled_means,
-    sum_by_prompt,
-)
+from .metrics import budget_hull, curve_area, curve_at
 from .replay import Outcome, Replay
 from .verdict import compare_frontiers, state_verdict
 

@@ -1,10 +1,10 @@
-"""Arrays in, numbers out: frontiers and their areas, bootstrap by prompt, calibration. Knows no rule, file or figure.
+"""Arrays in, numbers out: frontiers and their areas, and calibration. Knows no rule, file or figure.
 
 A *frontier* is read as a budget: the loss that can be had while rejecting at most so much. Randomising between two
 settings is allowed, so a method's frontier is the lower convex hull of its points, from (0, loss of the drafter) on,
 and flat after its best point: nobody must spend a budget.
 
-Shapes: ``N`` position, ``P`` prompt, ``M`` point of a curve, ``R`` bootstrap resample.
+Shapes: ``N`` position, ``M`` point of a curve.
 """
 
 from __future__ import annotations
@@ -15,32 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
-    "Interval",
     "Reliability",
-    "bootstrap_weights",
     "budget_hull",
     "curve_area",
     "curve_at",
     "equal_count_calibration_error",
-    "interval",
     "reliability",
-    "resampled_means",
-    "sum_by_prompt",
 ]
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A measured value with the ends of its 95% bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
 @dataclass(frozen=True)
@@ -103,38 +86,6 @@ def curve_at(rejection: ArrayLike, loss: ArrayLike, budget: ArrayLike) -> Array:
     y0, y1 = np.take_along_axis(y, after - 1, -1)[..., 0], np.take_along_axis(y, after, -1)[..., 0]
     share = np.where(x1 > x0, np.clip((at - x0) / np.maximum(x1 - x0, 1e-300), 0.0, 1.0), (at >= x1).astype(float))
     return np.asarray(y0 + share * (y1 - y0), dtype=np.float64)
-
-
-def sum_by_prompt(values: ArrayLike, prompt_index: NDArray[np.int64], num_prompts: int) -> Array:
-    """Sum ``[..., N]`` values over the positions of each prompt: ``[P, ...]``."""
-    flat = np.atleast_2d(np.asarray(values, dtype=np.float64))
-    sums = [np.bincount(prompt_index, weights=row, minlength=num_prompts) for row in flat]
-    return np.stack(sums, axis=-1)
-
-
-def bootstrap_weights(num_prompts: int, resamples: int, seed: int) -> Array:
-    """How often each prompt is drawn in each resample: ``[R, P]``, every row summing to P."""
-    if num_prompts < 1:
-        raise ValueError(f"num_prompts: expected at least 1, got {num_prompts}")
-    generator = np.random.default_rng(seed)
-    counts = generator.multinomial(num_prompts, np.full(num_prompts, 1.0 / num_prompts), size=resamples)
-    return counts.astype(np.float64)
-
-
-def resampled_means(sums: Array, counts: Array, weights: Array) -> Array:
-    """Mean per position in every resample, ``[R, M]``, from sums ``[P, M]`` and numbers of positions ``[P]``."""
-    return np.asarray((weights @ sums) / (weights @ counts)[:, None], dtype=np.float64)
-
-
-def interval(value: float, samples: ArrayLike, level: float = 0.95) -> Interval:
-    """Percentile bootstrap interval; it is too narrow for very few prompts, which the reader is told elsewhere."""
-    tail = (1 - level) / 2
-    finite = np.asarray(samples, dtype=np.float64)
-    finite = finite[np.isfinite(finite)]
-    if finite.size == 0:
-        return Interval(float(value), float("nan"), float("nan"))
-    low, high = np.quantile(finite, (tail, 1 - tail))
-    return Interval(float(value), float(low), float(high))
 
 
 def reliability(confidence: ArrayLike, correct: ArrayLike, bins: int = 15) -> Reliability:

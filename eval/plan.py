@@ -15,11 +15,11 @@ import pandas as pd
 
 from ..cascade.blocks import TargetRule
 from ..cascade.distributions import Sampling
+from ..data.resampling import bootstrap_weights, interval, resampled_means, sum_by_prompt
 from ..router import rules
 from ..router.checks import check_choice
 from .grid import alpha_for_rejection
 from .methods import DIALS, Method, missing_arguments, plug_in_methods
-from .metrics import bootstrap_weights, interval, resampled_means, sum_by_prompt
 from .replay import Replay
 
 __all__ = ["SINGLE_MODELS", "Setting", "check_sampling", "plan_settings", "replay_settings", "samples_as_traced"]

@@ -30,9 +30,9 @@ from torch import Tensor
 from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
 from ..cascade.verify import rejection_probability
+from ..data.resampling import sum_by_prompt
 from ..data.traces import TraceSplit
 from .methods import check_loss
-from .metrics import sum_by_prompt
 
 __all__ = ["Outcome", "Replay"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from .metrics import bootstrap_weights, interval, resampled_means
+from ..data.resampling import bootstrap_weights, interval, resampled_means
 
 __all__ = ["FEW_PROMPTS", "drafter_cost_ratio", "summarise_answers"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .metrics import interval
+from ..data.resampling import interval
 
 __all__ = ["compare_frontiers", "state_verdict"]
 

@@ -1,18 +1,15 @@
-"""Hull, area, bootstrap and calibration against closed forms."""
+"""Hull, area and calibration against closed forms."""
 
 import numpy as np
 import pytest
 
+from speccascade.data.resampling import interval
 from speccascade.eval.metrics import (
-    bootstrap_weights,
     budget_hull,
     curve_area,
     curve_at,
     equal_count_calibration_error,
-    interval,
     reliability,
-    resampled_means,
-    sum_by_prompt,
 )
 
 
@@ -68,39 +65,6 @@ def test_an_area_over_nothing_is_nan_and_leaves_the_other_curves_and_the_interva
     areas = curve_area(*curves, [0.5, 0.0, 0.5])
     assert areas == pytest.approx([0.5, np.nan, 0.5], nan_ok=True)
     assert interval(0.5, areas).low == interval(0.5, areas).high == pytest.approx(0.5)
-
-
-def test_sums_by_prompt():
-    sums = sum_by_prompt([[1, 2, 3], [4, 5, 6]], np.array([0, 1, 0]), 2)
-    assert sums.tolist() == [[4, 10], [2, 5]]
-
-
-def test_bootstrap_weights_draw_as_many_prompts_as_there_are_and_follow_the_seed():
-    weights = bootstrap_weights(7, 50, seed=3)
-    assert weights.shape == (50, 7) and (weights.sum(axis=1) == 7).all()
-    assert (weights == bootstrap_weights(7, 50, seed=3)).all()
-    assert (weights != bootstrap_weights(7, 50, seed=4)).any()
-
-
-def test_the_prompt_bootstrap_covers_the_truth_as_often_as_it_says():
-    """Positions of one prompt share its luck: 40 prompts x 25 positions, 200 experiments, a stated 95%.
-
-    At a true coverage of 0.93 (percentile intervals are a little narrow), fewer than 171 hits have odds below 1e-4.
-    A bootstrap over positions would cover about half of the time.
-    """
-    generator = np.random.default_rng(4)
-    prompts, length, hits = 40, 25, 0
-    index = np.arange(prompts).repeat(length)
-    counts = np.full(prompts, float(length))
-    for experiment in range(200):
-        chance = generator.beta(2, 2, size=prompts)
-        right = (generator.random(prompts * length) < chance[index]).astype(float)
-        samples = resampled_means(
-            sum_by_prompt(right, index, prompts), counts, bootstrap_weights(prompts, 300, experiment)
-        )
-        spread = interval(right.mean(), samples[:, 0])
-        hits += spread.low <= 0.5 <= spread.high
-    assert 171 <= hits <= 200, f"{hits} of 200 intervals hold the truth"
 
 
 def test_calibration_error_of_a_known_miscalibration():
