@@ -91,5 +91,5 @@ def test_a_lossless_token_rule_rejects_exactly_the_distance_whatever_is_logged(b
 
 
 def test_an_unknown_loss_is_refused(trace):
-    with pytest.raises(ValueError, match="loss: expected one of zero_one, sampled, greedy, got 'log'"):
-        Replay(trace, None).outcome(rules.OPT(0.1), "log")
+    with pytest.raises(ValueError, match="loss: expected one of zero_one, sampled, log, greedy, got 'square'"):
+        Replay(trace, None).outcome(rules.OPT(0.1), "square")
