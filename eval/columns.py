@@ -85,7 +85,8 @@ class Columns:
         logged_distance = (draft - verifier).clamp_min(0).sum(dim=-1)
         distance = torch.maximum((source.stats.tv[part] - logged_distance).clamp_min(0), draft_tail - verifier_tail)
         empty = (draft_tail < NEGLIGIBLE) & (verifier_tail < NEGLIGIBLE)
-        ceilings = [torch.where(empty, 0.0, ceiling) for ceiling in ceilings]
+        tails = (draft_tail, verifier_tail)  # no token of the tail has more than the whole of it
+        ceilings = [torch.where(empty, 0.0, torch.minimum(*pair)) for pair in zip(ceilings, tails, strict=True)]
         return cls(
             ids,
             draft,

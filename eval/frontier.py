@@ -167,7 +167,8 @@ def _measure_method(
     chosen_on += validation.sums_of_all(rules, loss, bounds=False)
     settings = [ledger.add(sums) for sums in test.sums_of_all(rules, loss)]
     mean_loss, rejection = np.stack([sums.sum(axis=0)[:2] for sums in chosen_on], axis=1) / len(validation)
-    affordable = np.flatnonzero(rejection <= limit * (1 + 1e-9))
+    # A single setting may cost more than lossless decoding: mixed with the drafter it is affordable all the same.
+    affordable = np.flatnonzero((rejection <= limit * (1 + 1e-9)) | (not method.has_dial))
     hull = affordable[budget_hull(rejection[affordable], mean_loss[affordable])]
     columns = [ledger.drafter, ledger.lossless, *settings]
     return _Curve(method, alphas, settings, [columns[index] for index in hull])
