@@ -23,7 +23,7 @@ from .frontier import FrontierConfig, Frontiers, measure_frontiers
 from .methods import DEFAULT_LOSSES, Method, colder_methods, plug_in_methods, router_methods
 from .metrics import equal_count_calibration_error, reliability
 from .provenance import describe_run
-from .regret import measure_regret, scored_methods
+from .regret import measure_regret, scored_methods, scores_positions
 from .replay import Replay
 from .tables import write_json, write_table
 from .terminal import print_distances
@@ -182,7 +182,7 @@ def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[s
     }
     for router in routers:
         rule: Any = router.build(0.0, "zero_one") if "zero_one" in router.losses else None
-        if not hasattr(rule, "gap"):
+        if not scores_positions(rule):
             continue
         # A gap runs from -1 to 1: predicted against observed difference in the chance to be right.
         sources[router.name] = (rule.gap(stats), correct[:, 0, 1] - correct[:, 0, 0])

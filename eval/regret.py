@@ -41,7 +41,7 @@ from .columns import Columns
 from .methods import Method
 from .replay import Replay
 
-__all__ = ["PARTS", "Scored", "measure_regret", "recalibrate", "scored_methods", "split_regret"]
+__all__ = ["PARTS", "Scored", "measure_regret", "recalibrate", "scored_methods", "scores_positions", "split_regret"]
 
 Array = NDArray[np.float64]
 
@@ -94,14 +94,19 @@ PLUG_INS: dict[str, Scored] = {
 
 
 def scored_methods(methods: Sequence[Method]) -> list[Scored]:
-    """Describe those methods that have a score: three plug-ins (two for log loss) and routers of positions."""
+    """Describe those methods that have a score: three plug-ins (two for log loss) and routers of single positions."""
     found = []
     for method in methods:
         if method.name in PLUG_INS:
             found.append(PLUG_INS[method.name])
-        elif method.kind == "router" and hasattr(method.build(0.0, method.losses[0]), "gap"):
+        elif method.kind == "router" and scores_positions(method.build(max(method.low, 0.0), method.losses[0])):
             found.append(_router_score(method))
     return found
+
+
+def scores_positions(rule: Any) -> bool:
+    """Whether a router estimates a gap from one position alone; of one that reads their order nothing is split."""
+    return hasattr(rule, "gap") and not getattr(rule, "context", 0)
 
 
 def _router_score(method: Method) -> Scored:

@@ -1,6 +1,7 @@
 """Regret on hand-made positions whose parts are known, and that the parts add up."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,6 +130,14 @@ def test_the_noise_is_the_regret_of_one_who_knows_p_where_labels_follow_it(build
     # VerifierGap is optimal there.
     assert row["regret_low"] <= row["noise"] <= row["regret_high"]
     assert row["threshold"] + row["calibration"] < 0.1 * row["ranking"]
+
+
+def test_a_router_that_reads_the_order_of_positions_has_no_score_of_one():
+    ordered = SimpleNamespace(gap=lambda stats: stats.tv, context=8)
+    method = Method("o", "O", "router", -math.inf, math.inf, lambda alpha, loss: ordered)
+    assert scored_methods([method]) == []
+    ordered.context = 0
+    assert [scored.name for scored in scored_methods([method])] == ["o"]
 
 
 def test_a_router_without_a_gap_has_no_score():
