@@ -34,7 +34,8 @@ class EvaluateConfig:
         prompts: where the prompts and references come from.
         out: folder for results; a run that was stopped goes on there.
         offline: replay traces only, without any model.
-        methods: rules by name, ``verifier``, ``drafter``, and ``router`` for every folder in ``router``.
+        methods: rules by name, ``verifier``, ``drafter``, and ``router`` for every folder in ``router``. Offline, every
+            plug-in rule takes part unless this is given; then those named, and OPT, the unit of distances.
         router: folders of trained routers.
         traces: folder of traces: for the offline frontiers, and to choose the αs of the live run.
         budgets: shares of lossless decoding's rejection at which α is chosen, for every method alike.

@@ -2,13 +2,14 @@
 
 α is chosen on one split (validation): its hull says which settings are worth running and how to mix neighbours at
 random. They are then measured on another (test), so that a lucky setting cannot flatter its method. Intervals come from
-resampling whole prompts; differences between methods are taken within each resample, so they are paired.
+resampling whole documents, of which several prompts may be windows; differences between methods are taken within each
+resample, so they are paired.
 
 The *clairvoyant* knows the label and makes the best choice between q and p at each position: no position rule can do
 better. Token rules are not bound by it, since they may emit what neither model would.
 
 Source: Narasimhan et al., ICLR 2025, equation 8 (the objective) and Lemma 3 (rejection of a position rule).
-Shapes: ``P`` prompt, ``M`` setting, ``R`` resample.
+Shapes: ``D`` document, ``M`` setting, ``R`` resample.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from ..data.resampling import Interval, bootstrap_weights, interval, resampled_means, sum_by_prompt
+from ..data.progress import announce
+from ..data.resampling import Interval, interval
 from .grid import method_grid
-from .methods import LOSS_NOTES, REPLAY_LOSSES, Method
-from .metrics import budget_hull, curve_area, curve_at
+from .ledger import Ledger, Measured, end_points
+from .methods import DEFAULT_LOSSES, LOSS_NOTES, Method, check_loss
+from .metrics import budget_hull
 from .replay import Outcome, Replay
 from .verdict import compare_frontiers, state_verdict
 
-__all__ = ["FrontierConfig", "Frontiers", "measure_frontiers"]
+__all__ = ["FrontierConfig", "Frontiers", "as_quality", "measure_frontiers"]
 
 Array = NDArray[np.float64]
 
@@ -43,22 +46,26 @@ class FrontierConfig:
 
     Args:
         points: settings of each rule, spread evenly over its range of rejection.
-        resamples: bootstrap resamples of the prompts.
+        resamples: bootstrap resamples of the documents.
         seed: of the resampling.
-        losses: which of ``zero_one``, ``sampled``, ``greedy`` to measure.
+        losses: which of ``zero_one``, ``sampled``, ``log``, ``greedy`` to measure.
         budgets: shares of lossless decoding's rejection at which methods are also compared one by one.
+        prices: αs at which the regret of rules with a score is split into parts.
     """
 
     points: int = 25
     resamples: int = 1000
     seed: int = 0
-    losses: tuple[str, ...] = REPLAY_LOSSES
+    losses: tuple[str, ...] = DEFAULT_LOSSES
     budgets: tuple[float, ...] = (0.25, 0.5, 0.75)
+    prices: tuple[float, ...] = (0.0, 0.1, 0.2, 0.4, 0.8)
 
     def __post_init__(self) -> None:
         for name, least in (("points", 2), ("resamples", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"frontier.{name}: expected at least {least}, got {getattr(self, name)}")
+        for loss in self.losses:
+            check_loss(loss)
 
 
 @dataclass(frozen=True)
@@ -78,62 +85,6 @@ class _Curve:
     alphas: list[float]
     settings: list[int]
     path: list[int]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """All settings of one loss, measured together: means ``[M, 4]``, resampled losses and rejections ``[R, M]``."""
-
-    means: Array
-    losses: Array
-    rejections: Array
-    drafter: int
-    lossless: int
-
-    def loss(self, column: int) -> Interval:
-        """Mean loss of one setting."""
-        return interval(self.means[column, 0], self.losses[:, column])
-
-    @property
-    def limit(self) -> Interval:
-        """Rejection of lossless decoding, the largest budget of interest."""
-        return interval(self.means[self.lossless, 1], self.rejections[:, self.lossless])
-
-    def area(self, path: list[int]) -> tuple[float, Array]:
-        """Mean loss over all budgets of the curve through some settings, and in every resample."""
-        return (
-            float(curve_area(self.means[path, 1], self.means[path, 0], self.means[self.lossless, 1])),
-            curve_area(self.rejections[:, path], self.losses[:, path], self.rejections[:, self.lossless]),
-        )
-
-    def at(self, path: list[int], share: float) -> tuple[float, Array]:
-        """Loss of such a curve at a share of lossless decoding's rejection, and in every resample."""
-        budget, budgets = share * self.means[self.lossless, 1], share * self.rejections[:, self.lossless]
-        return (
-            float(curve_at(self.means[path, 1], self.means[path, 0], budget)),
-            curve_at(self.rejections[:, path], self.losses[:, path], budgets),
-        )
-
-
-class _Ledger:
-    """Per-prompt sums of every setting measured, side by side, so that all of them are resampled together."""
-
-    def __init__(self, replay: Replay, loss: str, config: FrontierConfig) -> None:
-        self.counts = sum_by_prompt(np.ones(len(replay)), replay.prompt_index, replay.num_prompts)[:, 0]
-        self.weights = bootstrap_weights(replay.num_prompts, config.resamples, config.seed)
-        self._sums: list[Array] = []
-        self.drafter, self.lossless = (self.add(replay.sum_outcome(end)) for end in _end_points(replay, loss))
-
-    def add(self, sums: Array) -> int:
-        """Enter one setting, ``[P, 4]``, and return its column."""
-        self._sums.append(sums)
-        return len(self._sums) - 1
-
-    def close(self) -> _Measured:
-        """Average and resample."""
-        sums = np.stack(self._sums, axis=1)
-        losses, rejections = (resampled_means(sums[:, :, part], self.counts, self.weights) for part in (0, 1))
-        return _Measured(sums.sum(axis=0) / self.counts.sum(), losses, rejections, self.drafter, self.lossless)
 
 
 def measure_frontiers(
@@ -156,20 +107,25 @@ def measure_frontiers(
 def _measure_loss(
     loss: str, methods: Sequence[Method], validation: Replay, test: Replay, config: FrontierConfig
 ) -> Frontiers:
-    ledger = _Ledger(test, loss, config)
-    curves = [_measure_method(method, loss, validation, test, ledger, config) for method in methods]
+    ledger = Ledger(test, loss, config.resamples, config.seed)
+    known = [method for method in methods if loss in method.losses]
+    for method in methods:
+        if method not in known:
+            announce(f"offline: {method.label} has not learned the loss {loss!r}; left out of its table")
+    curves = [_measure_method(method, loss, validation, test, ledger, config) for method in known]
     bound = [ledger.add(test.sum_outcome(outcome)) for outcome in _clairvoyant(test, loss)]
     measured = ledger.close()
     if measured.limit.value <= 0:
         raise ValueError(f"traces: the two models never differ under loss {loss!r}; there is nothing to cascade")
     summary = {"note": LOSS_NOTES[loss], "positions": len(test), "prompts": test.num_prompts}
+    summary["documents"] = test.num_documents
     summary |= _summarise(loss, curves, bound, measured, config)
     curve_table = pd.concat([_curve_table(loss, *drawn, measured) for drawn in _named_paths(curves, bound)])
     return Frontiers(_point_table(loss, curves, bound, measured), curve_table, summary)
 
 
 def _summarise(
-    loss: str, curves: list[_Curve], bound: list[int], measured: _Measured, config: FrontierConfig
+    loss: str, curves: list[_Curve], bound: list[int], measured: Measured, config: FrontierConfig
 ) -> dict[str, Any]:
     """Areas, distances, losses at the budgets, paired comparisons and the verdict."""
     paths = {curve.method.name: curve.path for curve in curves}
@@ -194,33 +150,25 @@ def _summarise(
     }
 
 
-def _widest_gap(curve: _Curve, measured: _Measured) -> float:
+def _widest_gap(curve: _Curve, measured: Measured) -> float:
     """How far apart the two ends of a token rule's rejection are at most; 0 for rules that replay exactly."""
     means = measured.means[curve.settings]
     return float((means[:, 2] - means[:, 1]).max())
 
 
-def _end_points(replay: Replay, loss: str) -> tuple[Outcome, Outcome]:
-    """The drafter alone (never defer) and lossless speculative decoding (always defer)."""
-    return tuple(  # type: ignore[return-value]  # two masks, two outcomes
-        replay.choice(torch.full((len(replay),), defer), loss) for defer in (False, True)
-    )
-
-
 def _measure_method(
-    method: Method, loss: str, validation: Replay, test: Replay, ledger: _Ledger, config: FrontierConfig
+    method: Method, loss: str, validation: Replay, test: Replay, ledger: Ledger, config: FrontierConfig
 ) -> _Curve:
     """Turn one dial: settings and hull from validation, then the same settings on test."""
-    chosen_on = [validation.sum_outcome(outcome) for outcome in _end_points(validation, loss)]
+    chosen_on = [validation.sum_outcome(outcome) for outcome in end_points(validation, loss)]
     limit = float(chosen_on[1][:, 1].sum() / len(validation))
     alphas = method_grid(method, validation, loss, config.points, limit)
-    settings: list[int] = []
-    for alpha in alphas:
-        rule = method.build(alpha, loss)
-        chosen_on.append(validation.sums(rule, loss, bounds=False))
-        settings.append(ledger.add(test.sums(rule, loss)))
+    rules = [method.build(alpha, loss) for alpha in alphas]
+    chosen_on += validation.sums_of_all(rules, loss, bounds=False)
+    settings = [ledger.add(sums) for sums in test.sums_of_all(rules, loss)]
     mean_loss, rejection = np.stack([sums.sum(axis=0)[:2] for sums in chosen_on], axis=1) / len(validation)
-    affordable = np.flatnonzero(rejection <= limit * (1 + 1e-9))
+    # A single setting may cost more than lossless decoding: mixed with the drafter it is affordable all the same.
+    affordable = np.flatnonzero((rejection <= limit * (1 + 1e-9)) | (not method.has_dial))
     hull = affordable[budget_hull(rejection[affordable], mean_loss[affordable])]
     columns = [ledger.drafter, ledger.lossless, *settings]
     return _Curve(method, alphas, settings, [columns[index] for index in hull])
@@ -252,16 +200,17 @@ def _distances(areas: dict[str, tuple[float, Array]]) -> dict[str, dict[str, flo
     }
 
 
-def _point_table(loss: str, curves: list[_Curve], bound: list[int], measured: _Measured) -> pd.DataFrame:
+def _point_table(loss: str, curves: list[_Curve], bound: list[int], measured: Measured) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
 
     def add(name: str, label: str, kind: str, column: int, alpha: float = float("nan"), chosen: bool = True) -> None:
-        mean_loss, rejection, rejection_high, deferral = measured.means[column]
-        spread = measured.loss(column)
+        mean_loss, rejection, rejection_high, deferral, entropy, distinctness = measured.means[column]
+        quality = as_quality(loss, measured.loss(column))
         rows.append(
             {"loss": loss, "method": name, "label": label, "kind": kind, "alpha": alpha, "rejection": rejection,
-             "rejection_high": rejection_high, "deferral": deferral, "quality": 1 - mean_loss,
-             "quality_low": 1 - spread.high, "quality_high": 1 - spread.low, "chosen": chosen}
+             "rejection_high": rejection_high, "deferral": deferral, "mean_loss": mean_loss, "quality": quality.value,
+             "quality_low": quality.low, "quality_high": quality.high, "entropy": entropy,
+             "distinctness": distinctness, "chosen": chosen}
         )  # fmt: skip
 
     add("drafter", "Drafter alone", "end", measured.drafter)
@@ -279,14 +228,20 @@ def _named_paths(curves: list[_Curve], bound: list[int]) -> list[tuple[str, str,
     return [*named, ("clairvoyant", "Clairvoyant bound", "bound", bound)]
 
 
-def _curve_table(loss: str, name: str, label: str, kind: str, path: list[int], measured: _Measured) -> pd.DataFrame:
+def _curve_table(loss: str, name: str, label: str, kind: str, path: list[int], measured: Measured) -> pd.DataFrame:
     """One frontier at even shares of lossless decoding's rejection, with pointwise intervals."""
-    spreads = [interval(*measured.at(path, share)) for share in _CURVE_STEPS.tolist()]
+    spreads = [as_quality(loss, interval(*measured.at(path, share))) for share in _CURVE_STEPS.tolist()]
     rejections = _CURVE_STEPS * measured.limit.value
-    qualities = [(1 - spread.value, 1 - spread.high, 1 - spread.low) for spread in spreads]
+    qualities = [(spread.value, spread.low, spread.high) for spread in spreads]
     table = pd.DataFrame(qualities, columns=["quality", "quality_low", "quality_high"])
     names = {"loss": loss, "method": name, "label": label, "kind": kind}
     return table.assign(**names, budget=_CURVE_STEPS, rejection=rejections)
+
+
+def as_quality(loss: str, measured: Interval) -> Interval:
+    """Turn a loss into what is better the higher it is: 1 − loss, or the mean log probability of the label (nats)."""
+    best = 0.0 if loss == "log" else 1.0
+    return Interval(best - measured.value, best - measured.high, best - measured.low)
 
 
 def _as_dict(measured: Interval) -> dict[str, float]:

@@ -64,14 +64,16 @@ def _thin(known: dict[float, float], points: int, limit: float) -> list[float]:
 
 
 def method_grid(method: Method, replay: Replay, loss: str, points: int, limit: float) -> list[float]:
-    """Choose the αs of one method on one split; a fixed rule has the single setting NaN."""
-    if method.kind == "fixed":
+    """Choose the αs of one method on one split; one without a dial has the single setting NaN."""
+    if not method.has_dial:
         return [float("nan")]
 
     def rejection_at(u: float) -> float:
         return _mean_rejection(method, searched, u, loss)
 
-    searched = replay.thin(_SEARCHED)
+    # Of a text of which some positions are left out, a rule that reads their order would read another order.
+    ordered = getattr(method.build(method.alpha(0.5), loss), "context", 0)
+    searched = replay if ordered else replay.thin(_SEARCHED)
     return [method.alpha(u) for u in covering_grid(rejection_at, points, limit)]
 
 
@@ -86,7 +88,7 @@ def alpha_for_rejection(
         method: a rule's name, or a method.
         validation: the split to choose on.
         target_rejection: rejections per position, at most what lossless decoding rejects.
-        loss: ``zero_one`` or ``sampled`` (the trace's temperature) or ``greedy`` (temperature 0).
+        loss: ``zero_one``, ``sampled`` or ``log`` (the trace's temperature) or ``greedy`` (temperature 0).
         logged: the k of the trace's top-k, for token rules.
 
     Raises:
@@ -95,7 +97,7 @@ def alpha_for_rejection(
     check_loss(loss)
     replay = validation if isinstance(validation, Replay) else Replay(validation, logged)
     chosen = plug_in_methods([method])[0] if isinstance(method, str) else method
-    if chosen.kind == "fixed":
+    if not chosen.has_dial:
         raise ValueError(f"method: expected a rule with a dial, got {chosen.name!r}")
 
     def miss(u: float) -> float:

@@ -1,27 +1,32 @@
-"""Lay out a report: Markdown for readers and repositories, a Rich table for the terminal. Computes nothing."""
+"""Lay out a report in Markdown, for readers and repositories. Computes nothing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from .regret import PARTS
 
-__all__ = ["render_live_table", "render_report"]
+__all__ = ["format_number", "render_report"]
 
 _LOSS_TITLES = {
     "zero_one": "0-1 loss of the more likely token (rejection as sampled at the traces' temperature)",
     "sampled": "Loss of a sampled token, 1 − π(label)",
+    "log": "Log loss, −log π(label) in nats",
     "greedy": "0-1 loss at temperature 0",
 }
 _FIGURE_TITLES = {
     "frontier_zero_one": "Frontiers, 0-1 loss",
     "frontier_sampled": "Frontiers, sampled-token loss",
+    "frontier_log": "Frontiers, log loss",
     "frontier_greedy": "Frontiers at temperature 0",
+    "regret_zero_one": "Regret by its parts, 0-1 loss",
+    "regret_sampled": "Regret by its parts, sampled-token loss",
+    "regret_log": "Regret by its parts, log loss",
+    "regret_greedy": "Regret by its parts at temperature 0",
     "distances": "Distance of every frontier from the clairvoyant's",
     "reliability": "Calibration",
     "live": "Live quality against verifier calls",
@@ -50,10 +55,17 @@ def render_report(
         for loss in record["losses"]:
             parts += ["", f"### {_LOSS_TITLES.get(loss, loss)}", "", *_frontier_rows(frontiers, record, loss), ""]
             parts += _show(f"frontier_{loss}", shown)
-        parts += ["", *_show("distances", shown), "", "## Calibration", "", *_say_calibration(record), ""]
-        parts += _show("reliability", shown)
+        parts += ["", *_show("distances", shown)]
+        parts += _section("Diversity", _say_diversity(record)) + _section("Regret", _say_regret(record, shown))
+        parts += ["", "## Calibration", "", *_say_calibration(record), ""]
+        parts += _show("reliability", shown) + _section("Drift", _say_drift(record))
     parts += ["", "## How this was made", "", *_say_provenance(record)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    """A part of the page, unless there is nothing to say."""
+    return ["", f"## {title}", "", *lines] if lines else []
 
 
 def _say_summary(live: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
@@ -97,19 +109,19 @@ def _live_rows(live: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
     ]
     rows = []
     for _, row in live.iterrows():
-        cells = [_bold(row["label"], row["kind"]), _number(row["alpha"], ".3g"), row.get("budgets") or "–"]
+        cells = [_bold(row["label"], row["kind"]), format_number(row["alpha"], ".3g"), row.get("budgets") or "–"]
         if offline:
             cells += [
                 _spread(row["offline_quality"], row["offline_low"], row["offline_high"]),
                 _bounds(row["offline_rejection"], row["offline_rejection_high"]),
-                _number(row["offline_deferral"], ".3f"),
+                format_number(row["offline_deferral"], ".3f"),
             ]
         cells += [
             _spread(row["quality"], row["quality_low"], row["quality_high"]),
-            _number(row["rejection"], ".3f"),
-            _number(row["deferral"], ".3f"),
-            _number(row["calls_per_token"], ".2f"),
-            _number(row["tokens_per_second"], ".1f"),
+            format_number(row["rejection"], ".3f"),
+            format_number(row["deferral"], ".3f"),
+            format_number(row["calls_per_token"], ".2f"),
+            format_number(row["tokens_per_second"], ".1f"),
             _spread(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"], ".2f"),
             row["same_as"] if isinstance(row["same_as"], str) else "",
         ]
@@ -126,7 +138,7 @@ def _explain_frontiers(record: Mapping[str, Any]) -> list[str]:
         "*distance* the same above the clairvoyant choice between q and p, OPT being 100: lower is better. Token "
         "rules are not bound by the clairvoyant. Their rejection is the lower end of what the logged top-k allows: the "
         "benefit of the doubt is theirs. The last columns say how a router does against the rule: the difference in "
-        "mean loss with its 95% interval, paired over prompts (below 0 the router is better)."
+        "mean loss with its 95% interval, paired over documents (below 0 the router is better)."
     ]
 
 
@@ -154,7 +166,7 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
     facts = (
         f"Lossless decoding rejects {ends[0]['value']:.3f} of the drafted tokens; loss of the drafter "
         f"{ends[1]['value']:.4f}, of the verifier {ends[2]['value']:.4f}; {found['positions']:,} positions of "
-        f"{found['prompts']} prompts."
+        f"{found['prompts']:,} prompts ({found['documents']:,} documents, the unit of resampling)."
     )
     widest, gap = max(found["rejection_open_by"].items(), key=lambda item: item[1])
     if gap >= 5e-4:
@@ -177,9 +189,67 @@ def _say_calibration(record: Mapping[str, Any]) -> list[str]:
     for name, error in errors.items():
         if isinstance(error, Mapping):
             what = "gap" if name not in ("drafter", "verifier") else "confidence"
-            said.append(f"Calibration error of the {name}'s {what}: {_number(error['all'], '.3f')} overall, "
-                        f"{_number(error['differ'], '.3f')} where they differ.")  # fmt: skip
+            said.append(f"Calibration error of the {name}'s {what}: {format_number(error['all'], '.3f')} overall, "
+                        f"{format_number(error['differ'], '.3f')} where they differ.")  # fmt: skip
     return [" ".join(said)]
+
+
+def _say_diversity(record: Mapping[str, Any]) -> list[str]:
+    """How much sampling narrows, beside what it wins: a token is easily right if always the same one is drawn."""
+    rows = [
+        [
+            _bold(row["label"], row["kind"]),
+            format_number(row["alpha"], ".3g"),
+            _bounds(row["rejection"], row["rejection_high"]),
+            format_number(row["quality"], ".3f"),
+            format_number(row["entropy"], ".3f"),
+            format_number(row["distinctness"], ".3f"),
+        ]
+        for row in record["diversity"]
+    ]
+    if not rows:
+        return []
+    said = (
+        "Sampling at the traces' temperature, each rule at the setting whose rejection comes nearest to each budget. "
+        "*Right* is the chance that a sampled token is the label, *entropy* (nats) that of the law which is emitted, "
+        "*distinct* the chance that two tokens drawn from it differ; of both, the unlogged tail counts as one token. "
+        "A verifier at a temperature of its own is decoded losslessly: what it rejects is its distance from the "
+        "drafter. A rule that wins only what a colder verifier wins has bought it with diversity."
+    )
+    return [said, "", *_table(["method", "α", "rejection", "right", "entropy", "distinct"], rows)]
+
+
+def _say_regret(record: Mapping[str, Any], shown: Mapping[str, str]) -> list[str]:
+    """What is missing to one who knows the label, and why."""
+    regret = pd.DataFrame(record["regret"])
+    if regret.empty:
+        return []
+    lines = [
+        "What a rule pays at price α (loss + α a rejection) above one who knows the label, in three parts that add "
+        "up: the *threshold* on its own order of positions, the *calibration* of its score (a monotone correction, "
+        "fitted on other documents: it can fall slightly below 0), and the *ranking* that is left. Ranking holds the "
+        "noise of labels, which no feature removes and the data alone cannot tell from the rest; *noise* is what it "
+        "would be if labels were drawn from the verifier. Brackets: 95% of resampled documents."
+    ]
+    for loss, table in regret.groupby("loss", sort=False):
+        head = ["method", "α", "regret", *PARTS, "noise"]
+        rows = [
+            [
+                _bold(row["label"], row["kind"]),
+                f"{row['alpha']:g}",
+                *(_spread(row[part], row[f"{part}_low"], row[f"{part}_high"], ".4f") for part in ("regret", *PARTS)),
+                f"{row['noise']:.4f}",
+            ]
+            for _, row in table.sort_values(["alpha", "regret"]).iterrows()
+        ]
+        lines += ["", f"### {_LOSS_TITLES.get(str(loss), loss)}", "", *_table(head, rows), ""]
+        lines += _show(f"regret_{loss}", shown)
+    return lines
+
+
+def _say_drift(record: Mapping[str, Any]) -> list[str]:
+    drift = record["offline_run"].get("drift", {})
+    return [f"* {name}: {'**drifted**, ' if found['drifted'] else ''}{found['said']}" for name, found in drift.items()]
 
 
 def _say_provenance(record: Mapping[str, Any]) -> list[str]:
@@ -218,7 +288,8 @@ def _bold(label: str, kind: str) -> str:
     return f"**{label}**" if kind == "router" else label
 
 
-def _number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
+    """Write a number, or a dash for none."""
     return "–" if value is None or math.isnan(value) else format(value, form)
 
 
@@ -232,38 +303,3 @@ def _bounds(low: float, high: float) -> str:
     if math.isnan(low):
         return "–"
     return f"{low:.3f}" if high - low < 5e-4 else f"{low:.3f}–{high:.3f}"
-
-
-def render_live_table(live: pd.DataFrame, quality_name: str) -> Table:
-    """Lay out the live run for a terminal."""
-    from rich.table import Table
-
-    table = Table(title="Live run, with what the traces say offline", title_justify="left", pad_edge=False)
-    for column in ("method", "α", "budget"):
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for column in (
-        "offline\nquality",
-        "offline\nrejection",
-        f"live\n{quality_name}",
-        "live\nrejection",
-        "calls/\ntoken",
-        "tok/s",
-        "× verifier",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    for _, row in live.iterrows():
-        half = (row["quality_high"] - row["quality_low"]) / 2
-        table.add_row(
-            row["label"],
-            _number(row["alpha"], ".3g"),
-            row.get("budgets") or "–",
-            _number(row.get("offline_quality"), ".3f"),
-            _number(row.get("offline_rejection"), ".3f"),
-            f"{row['quality']:.3f} ±{half:.3f}",
-            _number(row["rejection"], ".3f"),
-            _number(row["calls_per_token"], ".2f"),
-            _number(row["tokens_per_second"], ".1f"),
-            _number(row["speed_ratio"], ".2f"),
-            style="bold" if row["kind"] == "router" else None,
-        )
-    return table

@@ -11,27 +11,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from ..cascade.blocks import TargetRule
+from torch import Tensor
+
+from ..cascade.blocks import TargetRule, VerifyBlock
 from ..router import rules
+from ..router.checks import check_range
 
 __all__ = [
+    "DEFAULT_LOSSES",
     "DIALS",
     "LOSS_NOTES",
     "REPLAY_LOSSES",
+    "ColderVerifier",
     "Dial",
     "Method",
     "check_loss",
+    "colder_methods",
     "missing_arguments",
     "plug_in_methods",
     "router_method",
+    "router_methods",
 ]
 
 LOSS_NOTES: dict[str, str] = {
     "zero_one": "0-1 loss of the emitted argmax; rejection as sampled at the trace's temperature",
     "sampled": "loss of a sample, 1 − π(label); rejection as sampled at the trace's temperature",
+    "log": "−log π(label) in nats, π floored at the smallest normal float32; rejection as sampled",
     "greedy": "0-1 loss at temperature 0, where a deferred position is rejected iff the argmaxes differ",
 }
 REPLAY_LOSSES: tuple[str, ...] = tuple(LOSS_NOTES)
+DEFAULT_LOSSES: tuple[str, ...] = ("zero_one", "sampled", "greedy")
+COLDER = (0.1, 0.5, 0.7)
+INNER_RULES = ("greedyward", "token_v3", "learned_lossy", "opt")
+"""The rules that a token-level router's belief is handed to, one method each."""
 
 _EDGE = 1e-6
 
@@ -71,7 +83,8 @@ class Method:
     """One row of a comparison: a rule whose dial can be turned, a trained router, or a fixed rule.
 
     ``build(alpha, loss)`` makes the rule; ``loss`` matters to routers, which learn one gap for each. ``kind`` is
-    ``position``, ``token``, ``router`` or ``fixed``.
+    ``position``, ``token``, ``router`` or ``fixed``; a token rule whose range is one point has no dial either.
+    ``losses`` are those in whose tables it stands: a router has learned some of them. ``bundle`` is a router's folder.
     """
 
     name: str
@@ -80,6 +93,13 @@ class Method:
     low: float
     high: float
     build: Callable[[float, str], TargetRule]
+    losses: tuple[str, ...] = REPLAY_LOSSES
+    bundle: str = ""
+
+    @property
+    def has_dial(self) -> bool:
+        """Whether there is an α to choose."""
+        return self.low < self.high
 
     def alpha(self, u: float) -> float:
         """Turn the search coordinate ``u`` in [0, 1] into α, strictly increasing."""
@@ -133,18 +153,85 @@ def _plug_in(name: str) -> Method:
     return Method(name, dial.label, kind, dial.low, dial.high, build)
 
 
+@dataclass(frozen=True)
+class ColderVerifier:
+    """Lossless decoding towards a verifier at a temperature of its own: π ∝ p·(p°)^(1/t − 1), that is p^(1/t).
+
+    Of an unlogged tail, whose tokens have at most a known confidence, it takes the most that they can come to.
+
+    Args:
+        temperature: t in (0, 1].
+    """
+
+    temperature: float
+
+    def __post_init__(self) -> None:
+        check_range("temperature", self.temperature, 0, 1)
+        if self.temperature == 0:
+            raise ValueError("temperature: expected more than 0, got 0; at 0 every token of π is the argmax")
+
+    def target(self, block: VerifyBlock) -> Tensor:
+        """Return π ``[B, T, V]``."""
+        confidence = block.verifier_raw.dense / block.verifier_raw.maximum.unsqueeze(-1)
+        sharpened = block.verifier_probs * confidence.pow(1 / self.temperature - 1)
+        return sharpened / sharpened.sum(dim=-1, keepdim=True)
+
+
+def colder_methods(temperatures: Iterable[float] = COLDER) -> list[Method]:
+    """Describe lossless decoding with a colder verifier: what rules that narrow sampling must be compared with."""
+    return [_colder(temperature) for temperature in temperatures]
+
+
+def _colder(temperature: float) -> Method:
+    rule = ColderVerifier(temperature)
+    name, label = f"verifier_t{temperature:g}", f"Verifier T={temperature:g}"
+    return Method(name, label, "token", 0.0, 0.0, lambda alpha, loss: rule)
+
+
+def router_methods(directory: str, name: str = "router", label: str = "Router") -> list[Method]:
+    """Describe a trained router by what its bundle says it is: one method, or for a token-level router one each rule.
+
+    Raises:
+        ValueError: as the router's own ``from_pretrained``.
+    """
+    from ..router.bundle import find_bundle, load_bundle  # loads onnxruntime, which only routers need
+
+    if load_bundle(find_bundle(directory)).config.kind != "pooled":
+        return [router_method(directory, name, label)]
+    from ..router.token_router import TokenRouter
+
+    router = TokenRouter.from_pretrained(directory, rule=INNER_RULES[0], alpha=0.0)
+    return [_token_method(router, inner, directory, name, label) for inner in INNER_RULES]
+
+
 def router_method(directory: str, name: str = "router", label: str = "Router") -> Method:
-    """Describe a trained router; each loss reads the gap that was learned for it, at temperature 0 the 0-1 gap."""
-    from ..router.learned import LearnedRouter  # loads onnxruntime, which only a comparison with routers needs
+    """Describe a trained router of positions; each loss reads the gap that was learned for it.
+
+    At temperature 0 that is the 0-1 gap; a loss that it has not learned is none of its own.
+    """
+    from ..router.learned import LearnedRouter
 
     plain = LearnedRouter.from_pretrained(directory, alpha=0.0)
-    routers = {
-        "zero_one": replace(plain, loss="zero_one"),
-        "sampled": replace(plain, loss="sampled"),
-        "greedy": replace(plain, loss="auto"),
-    }
+    learned = plain.config.losses
+    routers = {loss: replace(plain, loss=loss) for loss in learned}
+    if "zero_one" in learned:
+        routers["greedy"] = replace(plain, loss="auto")
 
     def build(alpha: float, loss: str) -> TargetRule:
         return routers[loss].with_alpha(alpha)
 
-    return Method(name, label, "router", -math.inf, math.inf, build)
+    losses = tuple(loss for loss in REPLAY_LOSSES if loss in routers)
+    return Method(name, label, "router", -math.inf, math.inf, build, losses, directory)
+
+
+def _token_method(router: Any, inner: str, directory: str, name: str, label: str) -> Method:
+    """Describe one plug-in rule that reads a token-level router's belief in place of the verifier's confidences."""
+    dial = DIALS[inner]
+
+    def build(alpha: float, loss: str) -> TargetRule:
+        built: TargetRule = router.with_rule(inner, alpha)
+        return built
+
+    suffix = "" if label == "Router" else f" ({label})"
+    named = f"{name}-{inner}", f"{dial.label} P̂{suffix}"
+    return Method(*named, "router", dial.low, dial.high, build, bundle=directory)

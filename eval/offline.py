@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,27 @@ from ..data.calibration import calibration_error
 from ..data.pairs import PairIdentity
 from ..data.progress import announce
 from ..data.traces import Traces
-from .config import EvaluateConfig
-from .frontier import measure_frontiers
-from .methods import Method, plug_in_methods, router_method
+from ..router.checks import check_choice
+from .config import DEFAULT_METHODS, EvaluateConfig
+from .diversity import pick_settings
+from .frontier import FrontierConfig, Frontiers, measure_frontiers
+from .methods import DEFAULT_LOSSES, Method, colder_methods, plug_in_methods, router_methods
 from .metrics import equal_count_calibration_error, reliability
 from .provenance import describe_run
+from .regret import measure_regret, scored_methods, scores_positions
 from .replay import Replay
 from .tables import write_json, write_table
+from .terminal import print_distances
 
 __all__ = ["check_router", "measure_calibration", "open_replays", "open_routers", "run_offline"]
 
 
 def run_offline(config: EvaluateConfig) -> Path:
-    """Draw all frontiers; write ``frontier``, ``frontier_curves``, ``reliability`` (Parquet) and ``frontier.json``.
+    """Draw all frontiers and split all regrets; print distances.
 
-    Every plug-in rule takes part, whatever ``config.methods`` says: it costs seconds, and the verdict is about all.
+    Writes ``frontier``, ``frontier_curves``, ``reliability``, ``regret`` (Parquet) and ``frontier.json``. Every plug-in
+    rule takes part, which costs seconds, unless ``config.methods`` differs from its default: then those it names, and
+    OPT, whose distance is the unit. The log loss is added to the default losses where a router has learned it.
 
     Raises:
         ValueError: no traces given, or a split that they lack.
@@ -39,30 +45,87 @@ def run_offline(config: EvaluateConfig) -> Path:
         raise ValueError("traces: expected a folder of traces to replay, got none")
     out, started = Path(config.out), time.monotonic()
     traces = Traces.open(config.traces)
-    replays = open_replays(traces, (config.choose_on, config.split))
     routers = open_routers(config.router)
     for router in routers.values():
-        check_router(router.build(0.0, "zero_one"), traces.manifest.identity)
-    methods = [*_replayable(plug_in_methods(), traces), *routers.values()]
+        check_router(build_any(router), traces.manifest.identity)
+    replays = open_replays(traces, (config.choose_on, config.split), hidden=needs_hidden(routers.values()))
+    methods = [*_replayable(_plug_ins(config.methods), traces), *routers.values()]
+    settings = _add_learned_losses(config.frontier, routers.values())
     test = replays[config.split]
-    announce(f"offline: {len(methods)} methods on {len(test):,} positions of {test.num_prompts} prompts")
-    frontiers = measure_frontiers(methods, replays[config.choose_on], test, config.frontier)
+    announce(f"offline: {len(methods)} methods on {test.size}")
+    frontiers = measure_frontiers(methods, replays[config.choose_on], test, settings)
     calibration, bins = measure_calibration(test, routers.values())
-    write_table(out / "frontier.parquet", frontiers.points)
-    write_table(out / "frontier_curves.parquet", frontiers.curves)
-    write_table(out / "reliability.parquet", bins)
+    regret = measure_regret(
+        scored_methods(methods), test, settings.losses, settings.prices, settings.resamples, settings.seed
+    )
     record = {
         **describe_run(),
         "traces": _describe_traces(traces),
         "chosen_on": config.choose_on,
         "reported_on": config.split,
-        "resamples": config.frontier.resamples,
+        "resamples": settings.resamples,
         "losses": frontiers.summary,
         "calibration": calibration,
+        "drift": measure_drift(test, routers.values()),
+        "diversity": pick_settings(frontiers.points, settings.budgets, list(routers)),
+        "regret": regret.to_dict(orient="records"),
     }
-    write_json(out / "frontier.json", record)
+    _write(out, frontiers, bins, regret, record)
     announce(f"offline: done in {time.monotonic() - started:.1f} s")
+    print_distances(frontiers.summary, methods)
     return out
+
+
+def _write(out: Path, frontiers: Frontiers, bins: pd.DataFrame, regret: pd.DataFrame, record: dict[str, Any]) -> None:
+    write_table(out / "frontier.parquet", frontiers.points)
+    write_table(out / "frontier_curves.parquet", frontiers.curves)
+    write_table(out / "reliability.parquet", bins)
+    write_table(out / "regret.parquet", regret)
+    write_json(out / "frontier.json", record)
+
+
+def _plug_ins(names: Sequence[str]) -> list[Method]:
+    """All plug-in rules and colder verifiers, or those among ``names``, with OPT."""
+    offered = [*plug_in_methods(), *colder_methods()]
+    if tuple(names) == DEFAULT_METHODS:
+        return offered
+    ends = ("verifier", "drafter", "specdecode", "router")  # drawn anyway, or given by folder
+    known = [method.name for method in offered]
+    for name in names:
+        check_choice("methods", name, [*known, *ends])
+    return [method for method in offered if method.name in names or method.name == "opt"]
+
+
+def _add_learned_losses(settings: FrontierConfig, routers: Iterable[Method]) -> FrontierConfig:
+    learned = any("log" in router.losses and router.bundle for router in routers)
+    if settings.losses != DEFAULT_LOSSES or not learned:
+        return settings
+    return replace(settings, losses=(*DEFAULT_LOSSES, "log"))
+
+
+def measure_drift(test: Replay, routers: Iterable[Method]) -> dict[str, Any]:
+    """Ask each router whether these positions look like those that it learned from; warn where it says they do not."""
+    found: dict[str, Any] = {}
+    for router in routers:
+        rule: Any = build_any(router)
+        if not hasattr(rule, "drift"):
+            continue
+        report = rule.drift(test.source.stats)
+        found[router.name] = {"drifted": bool(report.drifted), "said": report.describe()}
+        if report.drifted:
+            announce(f"warning: {router.label}: {report.describe()}")
+    return found
+
+
+def build_any(router: Method) -> Any:
+    """Build a router's rule at some α and loss, to ask what does not depend on them."""
+    return router.build(max(router.low, 0.0), router.losses[0])
+
+
+def needs_hidden(routers: Iterable[Method]) -> bool:
+    """Whether any router reads hidden states, which are loaded for it alone."""
+    configs = [getattr(build_any(router), "config", None) for router in routers]
+    return any(config is not None and "hidden" in config.feature_set for config in configs)
 
 
 def check_router(rule: Any, identity: PairIdentity) -> None:
@@ -75,28 +138,34 @@ def check_router(rule: Any, identity: PairIdentity) -> None:
         rule.check_pair(**asdict(identity))
 
 
-def open_replays(traces: Traces, splits: Iterable[str]) -> dict[str, Replay]:
-    """Load some splits of opened traces, ready to replay.
+def open_replays(traces: Traces, splits: Iterable[str], hidden: bool = False) -> dict[str, Replay]:
+    """Load some splits of opened traces, ready to replay; with hidden states for routers that read them.
 
     Raises:
         ValueError: a split without positions.
     """
-    return {name: Replay(traces.split(name), traces.manifest.plan.top_k) for name in dict.fromkeys(splits)}
+    options = {"hidden": True} if hidden else {}
+    top_k = traces.manifest.plan.top_k
+    return {name: Replay(traces.split(name, **options), top_k) for name in dict.fromkeys(splits)}
 
 
 def open_routers(directories: Sequence[str]) -> dict[str, Method]:
-    """Load trained routers; a single one is called ``router``, several by the names of their folders."""
+    """Load trained routers; a single one is called ``router``, several by the names of their folders.
+
+    A token-level router is one method for each rule that its belief is handed to, named after both.
+    """
     if len(directories) == 1:
-        return {"router": router_method(directories[0])}
+        return {method.name: method for method in router_methods(directories[0])}
     names = [Path(directory).name for directory in directories]
     if len(set(names)) < len(names):
         names = ["-".join(Path(directory).parts[-2:]) for directory in directories]
     if len(set(names)) < len(names):
         raise ValueError(f"router: expected folders whose names differ, got {', '.join(directories)}")
-    return {
-        f"router-{name}": router_method(directory, f"router-{name}", f"Router {name}")
-        for name, directory in zip(names, directories, strict=True)
-    }
+    named = zip(names, directories, strict=True)
+    opened = [
+        method for name, directory in named for method in router_methods(directory, f"router-{name}", f"Router {name}")
+    ]
+    return {method.name: method for method in opened}
 
 
 def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -112,7 +181,9 @@ def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[s
         "verifier": (stats.verifier_max, correct[:, 0, 1]),
     }
     for router in routers:
-        rule: Any = router.build(0.0, "zero_one")
+        rule: Any = router.build(0.0, "zero_one") if "zero_one" in router.losses else None
+        if not scores_positions(rule):
+            continue
         # A gap runs from -1 to 1: predicted against observed difference in the chance to be right.
         sources[router.name] = (rule.gap(stats), correct[:, 0, 1] - correct[:, 0, 0])
     errors: dict[str, Any] = {"share_differing": float(differ.mean())}

@@ -15,7 +15,7 @@ import pandas as pd
 
 from ..cascade.blocks import TargetRule
 from ..cascade.distributions import Sampling
-from ..data.resampling import bootstrap_weights, interval, resampled_means, sum_by_prompt
+from ..data.resampling import bootstrap_weights, interval, resampled_means
 from ..router import rules
 from ..router.checks import check_choice
 from .grid import alpha_for_rejection
@@ -127,7 +127,7 @@ def _choose_alphas(
     method: Method, given: Sequence[float], budgets: Sequence[float], validation: Replay | None, loss: str
 ) -> dict[float, tuple[float, ...]]:
     """Map each α to the budgets that led to it; a rule without a dial has the one setting NaN."""
-    if method.kind == "fixed":
+    if not method.has_dial:
         return {float("nan"): ()}
     if given:
         return {float(alpha): () for alpha in given}
@@ -148,15 +148,14 @@ def replay_settings(
 ) -> pd.DataFrame:
     """What the traces say about each setting on the test split: quality with its interval, rejection, deferral."""
     lossless = rules.get("specdecode")
-    counts = sum_by_prompt([1.0] * len(test), test.prompt_index, test.num_prompts)[:, 0]
-    weights = bootstrap_weights(test.num_prompts, resamples, seed)
+    counts, weights = test.count(), bootstrap_weights(test.num_documents, resamples, seed)
     rows: list[dict[str, Any]] = []
     for setting in settings:
         if setting.rule is None and setting.method == "drafter":
             sums = test.sum_outcome(test.choice(test.stats(loss).tv < 0, loss))
         else:
             sums = test.sums(lossless if setting.rule is None else setting.rule, loss)
-        loss_mean, rejection, rejection_high, deferral = sums.sum(axis=0) / counts.sum()
+        loss_mean, rejection, rejection_high, deferral = sums.sum(axis=0)[:4] / counts.sum()
         spread = interval(loss_mean, resampled_means(sums[:, :1], counts, weights)[:, 0])
         alone = setting.rule is None
         rows.append(

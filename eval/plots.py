@@ -15,14 +15,21 @@ from matplotlib.ticker import PercentFormatter
 from ..data.figures import BOUND, DRAFTER, INK, QUIET, VERIFIER, figure_style, save_figure
 from .style import Look, label_lines, look_of
 
-__all__ = ["plot_distances", "plot_frontier", "plot_live", "plot_reliability"]
+__all__ = ["plot_distances", "plot_frontier", "plot_live", "plot_regret", "plot_reliability"]
 
 _TITLES = {
     "zero_one": "The more likely token is right: quality for a budget of rejections",
     "sampled": "A sampled token is right: quality for a budget of rejections",
+    "log": "Log probability of the label: quality for a budget of rejections",
     "greedy": "Temperature 0: quality for a budget of rejections",
 }
-_SHORT = {"zero_one": "0-1 loss", "sampled": "sampled-token loss", "greedy": "0-1 loss at T = 0"}
+_SHORT = {
+    "zero_one": "0-1 loss",
+    "sampled": "sampled-token loss",
+    "log": "log loss (nats)",
+    "greedy": "0-1 loss at T = 0",
+}
+_PART_COLORS = {"threshold": "#E69F00", "calibration": "#D55E00", "ranking": "#56B4E9"}
 
 
 def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directory: Path) -> list[Path]:
@@ -47,17 +54,18 @@ def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directo
                 quiet.append(str(curve["label"].iat[0]))
         _draw_ends(axes, points)
         _focus(axes, curves)
-        _mark_bound(axes, curves)
+        _mark_bound(axes, curves, loss)
         labels = [(heights[-1], " = ".join(names), look) for heights, (names, look) in named.items()]
         label_lines(axes, labels, x=curves["rejection"].max())
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if loss != "log":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlabel("drafted tokens rejected, at most")
-        axes.set_ylabel("tokens right")
+        axes.set_ylabel("log π(label), nats" if loss == "log" else "tokens right")
         axes.set_title(_TITLES.get(loss, loss))
         notes = [f"grey: {', '.join(quiet)}"] if quiet else []
         notes += ["dashed: token rules"] if (curves["kind"] == "token").any() else []
-        notes += ["band: 95% of resampled prompts"] if (curves["kind"] == "router").any() else []
+        notes += ["band: 95% of resampled documents"] if (curves["kind"] == "router").any() else []
         figure.text(0.125, -0.005, "; ".join(notes), color=BOUND, fontsize=8.5, va="top")
         return save_figure(figure, directory, f"frontier_{loss}")
 
@@ -91,7 +99,7 @@ def _focus(axes: Axes, curves: pd.DataFrame) -> None:
     axes.set_xlim(0, curves["rejection"].max())
 
 
-def _mark_bound(axes: Axes, curves: pd.DataFrame) -> None:
+def _mark_bound(axes: Axes, curves: pd.DataFrame, loss: str) -> None:
     """Say where the clairvoyant goes once it has left the frame."""
     bound = curves[curves["kind"] == "bound"]
     top = axes.get_ylim()[1]
@@ -100,7 +108,8 @@ def _mark_bound(axes: Axes, curves: pd.DataFrame) -> None:
     leaving = bound[bound["quality"] > top]
     best = bound["quality"].max()
     at = leaving.iloc[0] if len(leaving) else bound.iloc[-1]
-    text = f"clairvoyant choice of q or p\n(up to {best:.1%})" if len(leaving) else "clairvoyant choice of q or p"
+    reach = f"{best:.2f} nats" if loss == "log" else f"{best:.1%}"
+    text = f"clairvoyant choice of q or p\n(up to {reach})" if len(leaving) else "clairvoyant choice of q or p"
     axes.annotate(
         text, (at["rejection"], min(at["quality"], top)), xytext=(8, -6) if len(leaving) else (-6, 5),
         textcoords="offset points", ha="left" if len(leaving) else "right", va="top" if len(leaving) else "bottom",
@@ -134,9 +143,51 @@ def plot_distances(distances: pd.DataFrame, directory: Path) -> list[Path]:
             axes.set_title(_SHORT.get(loss, loss))
             axes.set_xlabel("distance from the clairvoyant, OPT = 100")
         figure.text(0.0, -0.02, "Left is better. Squares: token rules, which the clairvoyant does not bound. "
-                    "Bars: 95% of resampled prompts.", color=BOUND, fontsize=9)  # fmt: skip
+                    "Bars: 95% of resampled documents.", color=BOUND, fontsize=9)  # fmt: skip
         figure.tight_layout(w_pad=2.0)
         return save_figure(figure, directory, "distances")
+
+
+def plot_regret(regret: pd.DataFrame, loss: str, directory: Path) -> list[Path]:
+    """Draw the parts of every rule's regret under one loss as stacked bars, one panel a price.
+
+    Args:
+        regret: columns ``loss, label, kind, alpha, threshold, calibration, ranking, regret_low, regret_high, noise``.
+        loss: which rows.
+        directory: where the files go.
+    """
+    table = regret[regret["loss"] == loss]
+    prices, labels = list(table["alpha"].unique()), list(table["label"].unique())[::-1]
+    with figure_style():
+        figure, panels = plt.subplots(
+            1, len(prices), figsize=(2.6 * len(prices) + 1.2, 0.36 * len(labels) + 1.7), squeeze=False, sharey=True
+        )
+        for axes, alpha in zip(panels[0], prices, strict=True):
+            _stack_parts(axes, table[table["alpha"] == alpha].set_index("label").loc[labels])
+            axes.set_title(f"α = {alpha:g}")
+            axes.set_xlabel(f"regret, {_SHORT.get(loss, loss)}")
+            axes.grid(axis="y", visible=False)
+        panels[0][0].set_yticks(range(len(labels)), labels)
+        kinds = table.drop_duplicates("label").set_index("label")["kind"]
+        for text, label in zip(panels[0][0].get_yticklabels(), labels, strict=True):
+            text.set(color=INK, fontweight="bold" if kinds[label] == "router" else "normal")
+        handles, names = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="lower center", ncols=len(names), bbox_to_anchor=(0.5, -0.1), fontsize=9)
+        figure.tight_layout(w_pad=1.5)
+        return save_figure(figure, directory, f"regret_{loss}")
+
+
+def _stack_parts(axes: Axes, rows: pd.DataFrame) -> None:
+    """One bar a rule; what is below 0 goes to the left, so that the right end is no longer the sum by that much."""
+    heights = range(len(rows))
+    ends = {True: [0.0] * len(rows), False: [0.0] * len(rows)}
+    for part, color in _PART_COLORS.items():
+        for height, value in zip(heights, rows[part], strict=True):
+            side = ends[value >= 0]
+            axes.barh(height, value, left=side[height], color=color, height=0.62, label=part if height == 0 else None)
+            side[height] += value
+    axes.hlines(heights, rows["regret_low"], rows["regret_high"], color=INK, lw=1.4, label="regret, 95%")
+    axes.axvline(rows["noise"].iat[0], color=BOUND, lw=0.9, dashes=(2, 2), label="noise, were p the truth")
 
 
 def plot_reliability(bins: pd.DataFrame, errors: Mapping[str, Any], directory: Path) -> list[Path]:

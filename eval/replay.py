@@ -1,9 +1,8 @@
 """What a rule would have done at every logged position: loss, rejection and deferral, from a trace and no model.
 
 Position rules need the statistics alone and are replayed exactly. Token rules need q and p token by token, of which
-a trace keeps the union of the two top-k. Everything outside it, the *tail*, is known by three numbers: its mass under
-q, its mass under p, and its share of D_TV(p, q). The rule itself is called on a block whose last two columns stand for
-the tail, split in the two extreme ways that agree with these numbers:
+a trace keeps the union of the two top-k. The rule itself is called on a block whose last two columns stand for the
+rest, the *tail* (`columns`), in the two extreme ways that agree with what is known of it:
 
 * ``p`` and ``q`` overlap as little as possible, or as much as possible: for any target that is a multiple of p
   on the tail, the rejection of every other split lies between (``rejection``, the lower end, and ``rejection_high``);
@@ -12,34 +11,43 @@ the tail, split in the two extreme ways that agree with these numbers:
 
 At temperature 0 only the two argmaxes matter, which the union always holds: exact again.
 
-Knows no file and no grid. Shapes: ``N`` position, ``K`` logged token, ``C`` column of a block (K, the label, the tail).
+Many positions are taken in chunks, on as many threads as PyTorch is given, each chunk for all settings of a rule.
+Knows no file and no grid. Shapes: ``N`` position, ``C`` column of a block, ``D`` document, ``M`` setting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
-from ..cascade.verify import rejection_probability
-from ..data.resampling import sum_by_prompt
+from ..data.resampling import documents, sum_by_prompt
 from ..data.traces import TraceSplit
+from ..router.position_rules import Fixed
+from .columns import Columns
 from .methods import check_loss
+from .outcomes import OUTCOME_ROWS, replay_columns, spread_of_models
 
 __all__ = ["Outcome", "Replay"]
 
 Array = NDArray[np.float64]
+_Result = TypeVar("_Result")
 
-_CHUNK = 16_384
-_NEGLIGIBLE = 1e-6
+_CHUNK = 4_096
+_KEPT = 16 * _CHUNK
+"""Blocks of so many positions are kept between calls; those of more are built anew for each batch of settings."""
+
+_TINY = torch.finfo(torch.float32).tiny
+_LOSS_ROWS = {"zero_one": 0, "sampled": 1, "log": 2, "greedy": 0}
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,16 @@ class Outcome:
     """What one rule does at ``N`` positions; ``rejection_high`` differs from ``rejection`` for token rules only.
 
     ``deferral`` is the chance that a drafted token is handed to the verifier, NaN where a rule has no such notion.
+    ``entropy`` (nats) of the emitted law and its ``distinctness``, the chance that two tokens drawn from it differ,
+    take the tail as one token; NaN at temperature 0.
     """
 
     loss: Array
     rejection: Array
     rejection_high: Array
     deferral: Array
+    entropy: Array
+    distinctness: Array
 
 
 class Replay:
@@ -69,14 +81,19 @@ class Replay:
         self.source, self.logged = source, logged
         self.correctness = source.correctness
         self.greedy_stats = source.stats.greedy()
-        values, inverse = np.unique(source.prompt_index.numpy(), return_inverse=True)
-        self.num_prompts = int(values.size)
-        self.prompt_index: NDArray[np.int64] = inverse.astype(np.int64)
+        self.num_prompts = len(np.unique(source.prompt_index.numpy()))
+        self.document_index: NDArray[np.int64] = documents(source.prompt_ids, source.prompt_index.numpy())
+        self.num_documents = int(self.document_index.max()) + 1
         self._known: dict[Any, Array] = {}
         self._thinned: dict[int, Replay] = {}
 
     def __len__(self) -> int:
         return len(self.source)
+
+    @property
+    def size(self) -> str:
+        """How much it is, in words: positions, prompts and documents, the last of which are what is resampled."""
+        return f"{len(self):,} positions of {self.num_prompts:,} prompts ({self.num_documents:,} documents)"
 
     def thin(self, positions: int) -> Replay:
         """Keep about so many positions, evenly spread: enough to search a dial, several times as fast."""
@@ -92,55 +109,170 @@ class Replay:
     def model_losses(self, loss: str) -> tuple[Tensor, Tensor]:
         """Loss ``[N]`` of the drafter's and of the verifier's own emission at each position."""
         check_loss(loss)
+        if loss == "log":
+            return self._log_losses
         correctness = self.correctness[:, 1 if loss == "sampled" else 0]
         return 1 - correctness[:, 0], 1 - correctness[:, 1]
 
     def outcome(self, rule: Any, loss: str, bounds: bool = True) -> Outcome:
         """Replay ``rule``; ``bounds=False`` skips the upper end of a token rule's rejection (for searching)."""
         if hasattr(rule, "defer"):
-            return self.choice(rule.defer(self.stats(loss)), loss)
+            return self.choice(self._decide(rule, loss), loss)
         check_loss(loss)
-        return _pick_loss(self._token_outcomes(rule, loss == "greedy", bounds), loss)
+        greedy = loss == "greedy"
+        rows = torch.cat(list(self._map_chunks(lambda chunk: chunk.replay(rule, greedy, bounds))), dim=1)
+        return Outcome(*_array(rows)[[_LOSS_ROWS[loss], *range(3, len(OUTCOME_ROWS))]])
 
     def choice(self, defer: Tensor, loss: str) -> Outcome:
         """Replay a choice between q and p: mask ``[N]`` of the deferred positions, of a rule or of an oracle."""
         draft_loss, verifier_loss = self.model_losses(loss)
         rejection = _array(torch.where(defer, self.stats(loss).tv, 0.0))
-        return Outcome(_array(torch.where(defer, verifier_loss, draft_loss)), rejection, rejection, _array(defer))
+        losses = _array(torch.where(defer, verifier_loss, draft_loss))
+        if loss == "greedy":
+            spread = np.full((2, len(self)), np.nan)
+        else:
+            spread = _array(torch.where(defer, self._spreads[1], self._spreads[0]))
+        return Outcome(losses, rejection, rejection, _array(defer), *spread)
 
     def sums(self, rule: Any, loss: str, bounds: bool = True) -> Array:
-        """Loss, rejection, its upper end and deferral of ``rule``, summed by prompt: ``[P, 4]``.
+        """Every field of the `Outcome` of ``rule``, summed by document: ``[D, 6]``."""
+        return self.sums_of_all([rule], loss, bounds)[0]
 
-        A token rule is replayed once for both losses at the trace's temperature, and remembered.
+    def sums_of_all(self, settings: Sequence[Any], loss: str, bounds: bool = True) -> list[Array]:
+        """Sum the outcomes of many settings by document, each ``[D, 6]``, going through the positions once.
+
+        Token rules are replayed once for all losses at the trace's temperature, and remembered.
         """
-        if hasattr(rule, "defer"):
-            return self.sum_outcome(self.outcome(rule, loss, bounds))
         check_loss(loss)
-        key = (rule, loss == "greedy", bounds) if isinstance(rule, Hashable) else object()
-        if key not in self._known:
-            outcomes = self._token_outcomes(rule, loss == "greedy", bounds)
-            self._known[key] = sum_by_prompt(outcomes, self.prompt_index, self.num_prompts)
-        known = self._known[key]
-        return np.concatenate([known[:, [1 if loss == "sampled" else 0]], known[:, 2:]], axis=1)
+        keys = [(rule, loss == "greedy", bounds) if isinstance(rule, Hashable) else object() for rule in settings]
+        token = [index for index, rule in enumerate(settings) if not hasattr(rule, "defer")]
+        unknown = [index for index in token if keys[index] not in self._known]
+        if unknown:
+            made = self._token_sums([settings[index] for index in unknown], loss == "greedy", bounds)
+            self._known.update(zip([keys[index] for index in unknown], made, strict=True))
+        columns = [_LOSS_ROWS[loss], *range(3, len(OUTCOME_ROWS))]
+        return [
+            self._known[key][:, columns] if index in token else self.sum_outcome(self.outcome(rule, loss))
+            for index, (key, rule) in enumerate(zip(keys, settings, strict=True))
+        ]
 
     def sum_outcome(self, outcome: Outcome) -> Array:
-        """Sum an outcome over the positions of each prompt: ``[P, 4]``."""
-        values = np.stack([outcome.loss, outcome.rejection, outcome.rejection_high, outcome.deferral])
-        return sum_by_prompt(values, self.prompt_index, self.num_prompts)
+        """Sum an outcome over the positions of each document: ``[D, 6]``."""
+        values = np.stack([getattr(outcome, field.name) for field in fields(outcome)])
+        return sum_by_prompt(values, self.document_index, self.num_documents)
+
+    def count(self) -> Array:
+        """How many positions each document has, ``[D]``."""
+        return np.bincount(self.document_index, minlength=self.num_documents).astype(np.float64)
+
+    def columns(self) -> Iterator[tuple[slice, Columns]]:
+        """Go through the logged tokens a chunk at a time."""
+        for chunk in self._chunks:
+            yield chunk.part, chunk.columns
+
+    def _decide(self, rule: Any, loss: str) -> Tensor:
+        """Where a position rule defers, ``[N]``; one that reads the order of positions is shown them text by text."""
+        stats = self.stats(loss)
+        if getattr(rule, "context", 0):
+            from ..data.decisions import defer_in_order
+
+            in_order: Tensor = defer_in_order(rule, stats, self.source.sequences)
+            return in_order
+        decided: Tensor = rule.defer(stats)
+        return decided
 
     @cached_property
-    def _columns(self) -> list[_Columns]:
-        """The logged tokens in order of their ids, the label among them, and what is known of the tail, in chunks."""
-        columns = _Columns.from_source(self.source, self.logged)
-        return [columns.slice(start, start + _CHUNK) for start in range(0, len(self), _CHUNK)]
+    def _log_losses(self) -> tuple[Tensor, Tensor]:
+        sides = (self.source.q_label, self.source.p_label)
+        draft, verifier = (-side.clamp_min(_TINY).log() for side in sides)
+        return draft, verifier
 
-    def _token_outcomes(self, rule: Any, greedy: bool, bounds: bool) -> Array:
-        replay = _replay_greedy if greedy else _replay_sampled
-        return _array(torch.cat([torch.stack(replay(rule, columns, bounds)) for columns in self._columns], dim=1))
+    @cached_property
+    def _spreads(self) -> Tensor:
+        """Entropy and distinctness of q and of p: ``[2, 2, N]``."""
+        return torch.cat(list(self._map_chunks(lambda chunk: spread_of_models(chunk.columns))), dim=2)
+
+    @cached_property
+    def _chunks(self) -> list[_Chunk]:
+        kept = len(self) <= _KEPT
+        parts = [slice(start, min(start + _CHUNK, len(self))) for start in range(0, len(self), _CHUNK)]
+        return [_Chunk(self.source, self.logged, part, kept) for part in parts]
+
+    def _token_sums(self, settings: Sequence[Any], greedy: bool, bounds: bool) -> list[Array]:
+        """Sum the rows of `OUTCOME_ROWS` of every setting by document, each ``[D, rows]``."""
+
+        def add_up(chunk: _Chunk) -> tuple[NDArray[np.int64], Tensor]:
+            held, inverse = np.unique(self.document_index[chunk.part], return_inverse=True)
+            sums = torch.zeros(len(settings), len(held), len(OUTCOME_ROWS), dtype=torch.double)
+            with chunk.opened():
+                for made, rule in zip(sums, settings, strict=True):
+                    made.index_add_(0, torch.from_numpy(inverse), chunk.replay(rule, greedy, bounds).double().T)
+            return held, sums
+
+        total = np.zeros((len(settings), self.num_documents, len(OUTCOME_ROWS)))
+        for held, sums in self._map_chunks(add_up):
+            total[:, held] += sums.numpy()
+        return list(total)
+
+    def _map_chunks(self, work: Callable[[_Chunk], _Result]) -> Iterator[_Result]:
+        with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
+            yield from pool.map(torch.no_grad()(work), self._chunks)
 
 
-def _pick_loss(outcomes: Array, loss: str) -> Outcome:
-    return Outcome(outcomes[1 if loss == "sampled" else 0], *outcomes[2:])
+class _Chunk:
+    """Some of the positions: their columns, and the blocks that rules are called on while it is open.
+
+    Args:
+        source: all positions.
+        logged: as in `Replay`.
+        part: which of them.
+        kept: keep the blocks when closed.
+    """
+
+    def __init__(self, source: TraceSplit, logged: int | None, part: slice, kept: bool) -> None:
+        self._source, self._logged, self.part, self._kept = source, logged, part, kept
+        self.columns = Columns.from_source(source, logged, part)
+        self._believed: tuple[Any, Columns] = (None, self.columns)
+
+    @cached_property
+    def stats(self) -> Stats:
+        """The logged statistics."""
+        return self._source.stats.select(self.part)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep blocks from one setting to the next, and let go of them at the end."""
+        yield
+        if not self._kept:
+            for columns in (self.columns, self._believed[1]):
+                columns.forget_blocks()
+
+    def replay(self, rule: Any, greedy: bool, bounds: bool) -> Tensor:
+        """Return the rows of `OUTCOME_ROWS` for one rule, ``[rows, N]``."""
+        if not hasattr(rule, "belief_over"):
+            return replay_columns(rule, self.columns, greedy, bounds)
+        believed, inner = self._believe(rule), rule.inner
+        if hasattr(inner, "defer"):
+            logged = self.stats.greedy() if greedy else self.stats
+            inner = Fixed(inner.defer(believed.believed_stats(logged)).unsqueeze(0))
+        return replay_columns(inner, believed, greedy, bounds)
+
+    def _believe(self, router: Any) -> Columns:
+        """The columns as a token-level router sees them: its head is asked once for all its rules and αs."""
+        if self._believed[0] is not router.runtime:
+            self._believed = router.runtime, self.columns.believing(router, self.stats)
+        return self._believed[1]
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """Give PyTorch's threads to chunks in place of single operations: yields how many there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _stride(source: TraceSplit, stride: int) -> TraceSplit:
@@ -148,158 +280,6 @@ def _stride(source: TraceSplit, stride: int) -> TraceSplit:
     columns = {field.name: getattr(source, field.name) for field in fields(source)}
     kept: dict[str, Any] = {name: column[::stride] for name, column in columns.items() if isinstance(column, Tensor)}
     return replace(source, stats=source.stats.select(slice(None, None, stride)), **kept)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Tokens ``[N, K+1]`` in order of ids (−1 pads last), their q and p, and the tail's mass, overlap and ceilings."""
-
-    ids: Tensor
-    draft: Tensor
-    verifier: Tensor
-    is_label: Tensor
-    draft_tail: Tensor
-    verifier_tail: Tensor
-    distance_tail: Tensor
-    draft_ceiling: Tensor
-    verifier_ceiling: Tensor
-
-    @classmethod
-    def from_source(cls, source: TraceSplit, logged: int | None) -> _Columns:
-        ids, draft, verifier = source.topk_ids.long(), source.topk_q.float(), source.topk_p.float()
-        ceilings = [_kth_largest(probs, logged) for probs in (draft, verifier)]
-        label = source.label.long().unsqueeze(-1)
-        outside = ~(ids == label).any(dim=-1, keepdim=True)
-        ids = torch.cat([ids, torch.where(outside, label, -1)], dim=-1)
-        draft = torch.cat([draft, torch.where(outside, source.q_label.unsqueeze(-1), 0.0)], dim=-1)
-        verifier = torch.cat([verifier, torch.where(outside, source.p_label.unsqueeze(-1), 0.0)], dim=-1)
-        order = torch.where(ids < 0, torch.iinfo(torch.long).max, ids).argsort(dim=-1)
-        ids, draft, verifier = (column.gather(-1, order) for column in (ids, draft, verifier))
-        draft_tail, verifier_tail = ((1 - column.sum(dim=-1)).clamp_min(0) for column in (draft, verifier))
-        logged_distance = (draft - verifier).clamp_min(0).sum(dim=-1)
-        distance = torch.maximum((source.stats.tv - logged_distance).clamp_min(0), draft_tail - verifier_tail)
-        empty = (draft_tail < _NEGLIGIBLE) & (verifier_tail < _NEGLIGIBLE)
-        ceilings = [torch.where(empty, 0.0, ceiling) for ceiling in ceilings]
-        return cls(
-            ids,
-            draft,
-            verifier,
-            ids == label,
-            draft_tail,
-            verifier_tail,
-            torch.minimum(distance, draft_tail),
-            *ceilings,
-        )
-
-    def slice(self, start: int, stop: int) -> _Columns:
-        """Take some of the positions."""
-        return _Columns(*(getattr(self, name)[start:stop] for name in self.__dataclass_fields__))
-
-    @cached_property
-    def sampled_blocks(self) -> dict[str, VerifyBlock]:
-        """The block ``[1, N, K+3]`` under each extreme reading of the tail."""
-        return {
-            "apart": self._block(overlap=False, ceiling=True),
-            "overlapping": self._block(overlap=True, ceiling=True),
-            "faint": self._block(overlap=False, ceiling=False),
-        }
-
-    def _block(self, overlap: bool, ceiling: bool) -> VerifyBlock:
-        """Build a block with one extreme split of the tail and one extreme confidence of its tokens."""
-        shared = self.draft_tail - self.distance_tail if overlap else torch.zeros_like(self.draft_tail)
-        more_drafted = (self.distance_tail + shared, shared)
-        less_drafted = ((self.draft_tail - more_drafted[0]), (self.verifier_tail - shared).clamp_min(0))
-        tails = [torch.stack(pair, dim=-1) for pair in zip(more_drafted, less_drafted, strict=True)]
-        limits = [
-            limit if ceiling else torch.zeros_like(limit) for limit in (self.draft_ceiling, self.verifier_ceiling)
-        ]
-        confident = [limit.unsqueeze(-1).expand(-1, 2) for limit in limits]
-        return _make_block(
-            torch.cat([self.draft, tails[0]], dim=-1),
-            torch.cat([self.verifier, tails[1]], dim=-1),
-            torch.cat([self.draft, confident[0]], dim=-1),
-            torch.cat([self.verifier, confident[1]], dim=-1),
-        )
-
-    @cached_property
-    def greedy_block(self) -> VerifyBlock:
-        """The block at temperature 0: one-hot at the argmaxes, confidences as logged."""
-        raw = self.sampled_blocks["apart"]
-        one_hot = [_one_hot(probs, 2) for probs in (self.draft, self.verifier)]
-        return _make_block(*one_hot, raw.draft_confidence[0], raw.verifier_confidence[0])
-
-
-def _make_block(*distributions: Tensor) -> VerifyBlock:
-    """Build a block of one sequence; its tokens are not read, so they are not searched for."""
-    draft, verifier, draft_confidence, verifier_confidence = (one.unsqueeze(0) for one in distributions)
-    tokens = torch.zeros(draft.shape[:2], dtype=torch.long)
-    return VerifyBlock.from_probs(draft, verifier, draft_confidence, verifier_confidence, tokens)
-
-
-def _replay_greedy(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor, ...]:
-    """Loss twice, rejection twice (it is exact), deferral.
-
-    A rule that mixes q and p (Ensemble) still draws at random between two one-hot distributions: its loss at
-    temperature 0 is that of the draw, not of the likelier token.
-    """
-    block = columns.greedy_block
-    target = rule.target(block)[0]
-    rejection, missed = rejection_probability(target, block.draft_probs[0]), 1 - _at_label(target, columns)
-    return missed, missed, rejection, rejection, _deferral(rule, block)
-
-
-def _replay_sampled(rule: Any, columns: _Columns, bounds: bool) -> tuple[Tensor, ...]:
-    """0-1 loss of the argmax, loss of a sample, both ends of the rejection, deferral."""
-    blocks = [columns.sampled_blocks[name] for name in (("apart", "overlapping") if bounds else ("apart",))]
-    if getattr(rule, "reads_masses", False):  # of tokens together, which no confidence of a single one stands for
-        blocks = [replace(block, verifier_raw=block.verifier) for block in blocks]
-    targets = [rule.target(block)[0] for block in blocks]
-    ends = [rejection_probability(target, block.draft_probs[0]) for target, block in zip(targets, blocks, strict=True)]
-    low, high = torch.stack(ends).amin(dim=0), torch.stack(ends).amax(dim=0)
-    if bounds:
-        low, high = _widen_undecided(rule, columns, blocks[0], targets[0], low, high)
-    likeliest, drawn = 1 - _argmax_correct(targets[0], columns), 1 - _at_label(targets[0], columns)
-    return likeliest, drawn, low, high, _deferral(rule, blocks[0])
-
-
-def _widen_undecided(
-    rule: Any, columns: _Columns, kept: VerifyBlock, target: Tensor, low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Widen the ends where a rule would treat the tail's largest and smallest confidence differently."""
-    other = rule.target(columns.sampled_blocks["faint"])[0]
-    undecided = (other - target).abs().amax(dim=-1) > _NEGLIGIBLE
-    logged = slice(0, columns.ids.shape[-1])
-    draft = kept.draft_probs[0][:, logged]
-    rejected = [rejection_probability(one[:, logged], draft) for one in (target, other)]
-    lower, upper = torch.stack(rejected).amin(dim=0), torch.stack(rejected).amax(dim=0) + columns.draft_tail
-    return torch.where(undecided, lower, low), torch.where(undecided, upper, high)
-
-
-def _deferral(rule: Any, block: VerifyBlock) -> Tensor:
-    """Chance that a token drafted from q is marked by the rule, ``[N]``."""
-    if not hasattr(rule, "replaced"):
-        return torch.full(block.draft_probs.shape[1:2], float("nan"))
-    return torch.where(rule.replaced(block), block.draft_probs, 0.0).sum(dim=-1)[0]
-
-
-def _at_label(target: Tensor, columns: _Columns) -> Tensor:
-    return (target[:, : columns.ids.shape[-1]] * columns.is_label).sum(dim=-1)
-
-
-def _argmax_correct(target: Tensor, columns: _Columns) -> Tensor:
-    best = target[:, : columns.ids.shape[-1]].argmax(dim=-1, keepdim=True)
-    return columns.is_label.gather(-1, best).squeeze(-1).float()
-
-
-def _kth_largest(probs: Tensor, logged: int | None) -> Tensor:
-    if logged is None or logged > probs.shape[-1]:
-        return torch.zeros(probs.shape[0])
-    return probs.topk(logged, dim=-1).values[:, -1]
-
-
-def _one_hot(probs: Tensor, extra: int) -> Tensor:
-    best = probs.argmax(dim=-1, keepdim=True)
-    return torch.nn.functional.pad(torch.zeros_like(probs).scatter_(-1, best, 1.0), (0, extra))
 
 
 def _array(values: Tensor) -> Array:

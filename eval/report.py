@@ -14,12 +14,15 @@ import pandas as pd
 
 from ..data.embedded import EMBEDDED_DATA, EMBEDDED_MODELS
 from .markdown import render_report
-from .plots import plot_distances, plot_frontier, plot_live, plot_reliability
+from .plots import plot_distances, plot_frontier, plot_live, plot_regret, plot_reliability
 from .provenance import describe_run
 from .summary import FEW_PROMPTS, drafter_cost_ratio, summarise_answers
 from .tables import read_json, read_table, write_json, write_text
 
 __all__ = ["Findings", "gather", "report"]
+
+
+_OWN_PARTS = ("losses", "diversity", "regret")
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,12 @@ def gather(folder: Path) -> Findings:
         "models": _name_models(run, offline),
         "data": _name_data(run, offline),
         "live_run": run,
-        "offline_run": {} if offline is None else {name: value for name, value in offline.items() if name != "losses"},
+        "offline_run": {}
+        if offline is None
+        else {name: value for name, value in offline.items() if name not in _OWN_PARTS},
         "losses": {} if offline is None else offline["losses"],
+        "diversity": [] if offline is None else offline.get("diversity", []),
+        "regret": [] if offline is None else offline.get("regret", []),
         "drafter_cost_ratio": None if results is None else drafter_cost_ratio(results),
         "notes": _notes(live, run, offline),
         "report": describe_run(),
@@ -176,6 +183,10 @@ def _draw(folder: Path, findings: Findings) -> list[str]:
         rows = measured[measured["distance"].notna()]
         spread = pd.DataFrame(list(rows["distance"]), index=rows.index)
         drawn += plot_distances(rows[["loss", "method", "label", "kind"]].join(spread), figures)
+    regret = read_table(folder / "regret.parquet")
+    if regret is not None:
+        for loss in regret["loss"].unique():
+            drawn += plot_regret(regret, loss, figures)
     bins = read_table(folder / "reliability.parquet")
     if bins is not None:
         drawn += plot_reliability(bins, findings.record["offline_run"]["calibration"], figures)

@@ -32,7 +32,7 @@ from ..data.traces import Traces
 from ..router.bundle import bundle_digest
 from .config import EvaluateConfig
 from .journal import Journal
-from .offline import check_router, open_replays, open_routers, run_offline
+from .offline import check_router, needs_hidden, open_replays, open_routers, run_offline
 from .plan import Setting, check_sampling, plan_settings, replay_settings, samples_as_traced
 from .provenance import describe_run
 from .replay import Replay
@@ -89,8 +89,8 @@ def _sole_writer(out: Path) -> Iterator[None]:
 def _run_and_write(config: EvaluateConfig, out: Path) -> None:
     routers = open_routers(config.router)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    replays, recorded = _open_traces(config)
-    digests = {name: bundle_digest(directory)[:8] for name, directory in zip(routers, config.router, strict=True)}
+    replays, recorded = _open_traces(config, needs_hidden(routers.values()))
+    digests = {name: bundle_digest(router.bundle)[:8] for name, router in routers.items()}
     greedy = sampling.is_greedy
     settings = plan_settings(
         config.methods, routers, config.alphas, config.budgets, replays.get(config.choose_on), greedy, digests
@@ -125,13 +125,13 @@ def _prepare(example: Example, config: EvaluateConfig, pair: Pair) -> _Prompt:
     return _Prompt(example.prompt_id, torch.as_tensor(prompt_ids).view(1, -1), reference)
 
 
-def _open_traces(config: EvaluateConfig) -> tuple[dict[str, Replay], Manifest | None]:
+def _open_traces(config: EvaluateConfig, hidden: bool) -> tuple[dict[str, Replay], Manifest | None]:
     """The splits to choose α on and, where the traces have it, to compare with; and what the traces are about."""
     if config.traces is None:
         return {}, None
     traces = Traces.open(config.traces)
     compared = [config.split] if config.split in traces.splits else []
-    return open_replays(traces, (config.choose_on, *compared)), traces.manifest
+    return open_replays(traces, (config.choose_on, *compared), hidden), traces.manifest
 
 
 def _check_pair(config: EvaluateConfig, settings: Sequence[Setting], pair: Pair, recorded: Manifest | None) -> None:

@@ -14,7 +14,12 @@ __all__ = ["compare_frontiers", "state_verdict"]
 
 Measured = tuple[float, NDArray[np.float64]]
 
-_IN_WORDS = {"zero_one": "0-1 loss", "sampled": "sampled-token loss", "greedy": "0-1 loss at temperature 0"}
+_IN_WORDS = {
+    "zero_one": "0-1 loss",
+    "sampled": "sampled-token loss",
+    "log": "log loss",
+    "greedy": "0-1 loss at temperature 0",
+}
 
 
 def compare_frontiers(
@@ -60,7 +65,7 @@ def _state_one(loss: str, router: str, rows: Sequence[Mapping[str, Any]], labels
     token = [row for row in rows if row["kind"] == "token"]
     parts = [_against("position-level plug-in rules", positional, labels)] if positional else []
     parts += [_against("token-specific rules", token, labels)] if token else []
-    if loss == "sampled" and any(row["outcome"] == "loses" for row in token):
+    if loss in ("sampled", "log") and any(row["outcome"] == "loses" for row in token):
         parts.append(
             "Token rules sample from a third distribution, nearer the mode, which no choice between q and p reaches."
         )

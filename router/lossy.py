@@ -110,19 +110,22 @@ def lossy_beta(
     """Solve Σ max(0, p/β − q) = Σ max(0, q − p/(1 − α)) for β ≥ 1, a position; ∞ where nothing may be rejected.
 
     Newton's method on the scale s = 1/β from s = 1: the left side is convex and piecewise linear in s, so the steps
-    fall monotonically onto the root and end after finitely many.
+    fall monotonically onto the root and end after finitely many. Positions that have arrived are set aside.
     """
-    draft, verifier = draft_probs.double(), verifier_probs.double()
-    surplus = (draft - verifier / (1 - alpha)).clamp_min(0).sum(dim=-1)
-    scale = torch.ones_like(surplus)
+    draft, verifier = (probs.double().reshape(-1, probs.shape[-1]) for probs in (draft_probs, verifier_probs))
+    surplus = (draft - verifier / (1 - alpha)).clamp_min_(0).sum(dim=-1)
+    scale, scales = torch.ones_like(surplus), torch.ones_like(surplus)
+    rows = torch.arange(len(surplus), device=surplus.device)
     for _ in range(draft.shape[-1] + 2):  # each step but the last takes at least one token out of the active set
-        active = scale.unsqueeze(-1) * verifier > draft
-        slope = torch.where(active, verifier, 0).sum(dim=-1)
-        root = (surplus + torch.where(active, draft, 0).sum(dim=-1)) / slope.clamp_min(1e-300)
+        active = (scale.unsqueeze(-1) * verifier > draft).double()
+        slope = (active * verifier).sum(dim=-1)
+        root = (surplus + (active * draft).sum(dim=-1)) / slope.clamp_min(1e-300)
         lower = torch.where(slope > 0, torch.minimum(root, scale), scale)
-        if bool((scale - lower <= 1e-15).all()):
-            return (1 / lower).to(draft_probs.dtype)
-        scale = lower
+        scales[rows] = lower
+        going = (~(scale - lower <= 1e-15)).nonzero().squeeze(-1)
+        if len(going) == 0:
+            return (1 / scales).to(draft_probs.dtype).reshape(draft_probs.shape[:-1])
+        rows, draft, verifier, surplus, scale = (one[going] for one in (rows, draft, verifier, surplus, lower))
     raise ValueError("draft_probs, verifier_probs: expected finite probabilities, got NaN or infinity")
 
 

@@ -42,8 +42,8 @@ def show_report(results: Path) -> None:
     """Print the live table of a reported folder to stdout, and to stderr where the rest lies."""
     from rich.console import Console
 
-    from ..eval.markdown import render_live_table
     from ..eval.report import gather
+    from ..eval.terminal import render_live_table
 
     findings = gather(results)
     console = Console(highlight=False)

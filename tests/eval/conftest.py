@@ -14,6 +14,7 @@ from speccascade.cascade.statistics import Stats
 class MadeTrace:
     """What `TraceSplit` holds, and the full distributions behind it."""
 
+    prompt_ids: tuple[str, ...]
     prompt_index: Tensor
     label: Tensor
     stats: Stats
@@ -46,6 +47,7 @@ def make_trace(prompts: int = 30, length: int = 20, vocabulary: int = 12, k: int
     label = torch.multinomial(truth, 1, generator=generator).squeeze(-1)
     ids, kept_q, kept_p = log_top_k(draft, verifier, k)
     return MadeTrace(
+        prompt_ids=tuple(f"p{index}" for index in range(prompts)),
         prompt_index=torch.arange(prompts).repeat_interleave(length),
         label=label,
         stats=Stats.from_columns(Stats(draft, verifier, draft, verifier).columns()),

@@ -40,7 +40,7 @@ def folder(build_trace, tmp_path, monkeypatch) -> Path:
     traces = SimpleNamespace(manifest=SimpleNamespace(plan=plan, rows=1200, digest="abc", identity=None))
     router = Method("router", "Router", "router", -math.inf, math.inf, lambda alpha, loss: Gap(alpha))
     monkeypatch.setattr(offline.Traces, "open", lambda directory: traces)
-    monkeypatch.setattr(offline, "open_replays", lambda directory, splits: replays)
+    monkeypatch.setattr(offline, "open_replays", lambda directory, splits, hidden: replays)
     monkeypatch.setattr(offline, "open_routers", lambda directories: {"router": router})
     frontier = FrontierConfig(points=7, resamples=40)
     return evaluate(EvaluateConfig(traces="made up", out=str(tmp_path), offline=True, frontier=frontier))
@@ -51,13 +51,14 @@ def test_the_offline_report_is_whole(folder):
     record = json.loads((folder / "report.json").read_text())
     assert record["models"]["licences"] == {"embedded:smollm2-135m-instruct": "Apache-2.0"}
     assert record["data"] == {"source": "embedded:gsm8k", "licence": "MIT"}
-    assert len(record["frontiers"]) == 3 * 15
+    assert len(record["frontiers"]) == 3 * 18
     for figure in record["figures"]:
         assert f"]({figure})" in page
         for path in (folder / figure, (folder / figure).with_suffix(".svg")):
             assert path.stat().st_size > 3000
     assert {Path(figure).stem for figure in record["figures"]} == {
         "frontier_zero_one", "frontier_sampled", "frontier_greedy", "distances", "reliability",
+        "regret_zero_one", "regret_sampled", "regret_greedy",
     }  # fmt: skip
     for loss in ("zero_one", "sampled", "greedy"):
         for sentence in record["losses"][loss]["verdict"]:
@@ -77,7 +78,7 @@ def test_tables_open_elsewhere(folder):
 
     points = pyarrow.parquet.read_table(folder / "frontier.parquet")
     assert {"loss", "method", "alpha", "rejection", "rejection_high", "quality", "chosen"} <= set(points.column_names)
-    assert gather(folder).frontiers["method"].nunique() == 15
+    assert gather(folder).frontiers["method"].nunique() == 18
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
