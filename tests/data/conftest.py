@@ -108,6 +108,9 @@ def save_router(tmp_path: Path) -> Callable[..., str]:
         probs = (shared + own).softmax(dim=-1)
         features = build_features(VerifyBlock.from_probs(*probs).stats, "verified").flatten(end_dim=-2)
         head.set_normalisation(features.mean(dim=0), features.std(dim=0))  # so that it has opinions, right or wrong
+        if kind == "attention":
+            with torch.no_grad():
+                head.trunk.last.bias -= head(features.unsqueeze(1)).mean(dim=(0, 1))  # type: ignore[operator,union-attr]
         config = RouterConfig(**asdict(identity), trace_digest="d" * 64, default_alpha=0.3, calibration={})
         save_bundle(tmp_path / "router", head.eval(), config)
         return str(tmp_path / "router")
