@@ -164,6 +164,18 @@ class Traces:
         """Names of the splits that hold rows."""
         return tuple(name for name, rows in self.manifest.split_rows.items() if rows)
 
+    @property
+    def hidden_sizes(self) -> tuple[int, int]:
+        """How long the drafter's and the verifier's hidden states are.
+
+        Raises:
+            ValueError: the traces hold none.
+        """
+        path = self.folder / self.manifest.shards[0].file
+        _columns_of(path, hidden=True)
+        draft, verifier = (pq.read_schema(path).field(name).type.list_size for name in HIDDEN_COLUMNS)
+        return draft, verifier
+
     def split(self, name: str, origin: str | None = None, hidden: bool = False) -> TraceSplit:
         """Load one split as tensors.
 

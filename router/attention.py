@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .features import feature_width
 from .head_base import HeadSpec, Signature
 from .position_head import RouterHead, output_count
 
@@ -84,14 +83,14 @@ class AttentionTrunk(nn.Module):
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         width, inner = spec.hidden
-        self.features, self.context = feature_width(spec.feature_set, spec.hidden_sizes), spec.context
+        self.features, self.context = spec.columns, spec.context
         self.enter = nn.Linear(self.features, width)
         self.attention_norm, self.layer_norm, self.last_norm = (nn.LayerNorm(width) for _ in range(3))
         self.project = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.distance_bias = nn.Parameter(torch.zeros(spec.context, ATTENTION_HEADS))
         alpha = spec.estimator == "cost_sensitive"
-        self.layer = nn.Sequential(nn.Linear(width + alpha, inner), nn.ReLU(), nn.Linear(inner, width))
+        self.layer = nn.Sequential(nn.Linear(width + alpha, inner), nn.ReLU(), nn.Dropout(0.0), nn.Linear(inner, width))
         self.last = nn.Linear(width, output_count(spec))
         # Training starts from "no gap", that is from a rule that never defers at a cost.
         nn.init.zeros_(self.last.weight)

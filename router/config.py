@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .checks import check_choice, nearest
-from .features import FEATURE_SETS, schema_digest
+from .features import FEATURE_SETS, scalar_names, schema_digest
 from .heads import ESTIMATORS, HEAD_KINDS, HeadSpec
 
 __all__ = ["ALPHA_MEANING", "CALIBRATION_KEYS", "SCHEMA_VERSION", "CalibrationRow", "RouterConfig"]
@@ -109,6 +109,7 @@ class RouterConfig:
     losses: tuple[str, ...] = ("zero_one", "sampled")
     context: int = 0
     top_k: int = 0
+    rank: int = 0
     int8: bool = False
     alpha_meaning: str = ALPHA_MEANING
     opset: int = 0
@@ -122,8 +123,10 @@ class RouterConfig:
         check_choice("estimator", self.estimator, ESTIMATORS)
         for key in self.calibration:
             check_choice("calibration", key, CALIBRATION_KEYS)
-        if self.reference and self.features and tuple(self.reference) != self.features:
-            raise ValueError(f"reference: expected the features {self.features}, got {tuple(self.reference)}")
+        if self.reference and self.features:
+            expected = scalar_names(self.feature_set)
+            if tuple(self.reference) != expected:
+                raise ValueError(f"reference: expected the features {expected}, got {tuple(self.reference)}")
 
     @property
     def head_spec(self) -> HeadSpec:
@@ -257,6 +260,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "losses": (list,),
     "context": (int,),
     "top_k": (int,),
+    "rank": (int,),
     "int8": (bool,),
     "opset": (int,),
     "versions": (dict,),

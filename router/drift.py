@@ -116,6 +116,8 @@ class DriftWatch:
 def measure_drift(features: Float[Tensor, "N F"], reference: Reference) -> DriftReport:
     """Compare live features with the reference of the training, in the order of ``summarise_features``.
 
+    What stands behind them (hidden states) is not looked at.
+
     Raises:
         ValueError: there is no reference, or one of other features.
     """
@@ -161,9 +163,9 @@ class _Counts:
         self.positions = 0
 
     def add(self, features: Tensor) -> None:
-        if features.shape[-1] != len(self.bins):
-            raise ValueError(f"features: expected {len(self.bins)} of them, got {features.shape[-1]}")
-        for bins, values in zip(self.bins.values(), _columns(features), strict=True):
+        if features.shape[-1] < len(self.bins):
+            raise ValueError(f"features: expected at least {len(self.bins)} of them, got {features.shape[-1]}")
+        for bins, values in zip(self.bins.values(), _columns(features[..., : len(self.bins)]), strict=True):
             bins.count(values)
         self.positions += len(features)
 

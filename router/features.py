@@ -36,6 +36,7 @@ __all__ = [
     "feature_names",
     "feature_width",
     "needs_hidden",
+    "scalar_names",
     "schema_digest",
 ]
 
@@ -199,6 +200,15 @@ def feature_names(feature_set: str, hidden_sizes: Sequence[int] | None = None) -
     sizes = dict(zip(_HIDDEN, _check_sizes(feature_set, hidden_sizes), strict=False))
     spelled = [[name.replace("*", str(place)) for place in range(sizes.get(name, 1))] for name in _names(feature_set)]
     return tuple(chain.from_iterable(spelled))
+
+
+def scalar_names(feature_set: str) -> tuple[str, ...]:
+    """Name the features of a set that are numbers of their own; hidden states stand behind them.
+
+    Raises:
+        ValueError: the feature set is unknown.
+    """
+    return tuple(name for name in _names(feature_set) if name not in _HIDDEN)
 
 
 def feature_width(feature_set: str, hidden_sizes: Sequence[int] | None = None) -> int:

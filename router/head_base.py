@@ -6,7 +6,7 @@ that is needed to run it. Knows no loss by its formula and no file.
 Shapes: ``N`` position, ``F`` feature.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from .checks import check_choice
 from .examples import Examples
 from .features import FEATURE_SETS, feature_width
 
-__all__ = ["ESTIMATORS", "LOSSES", "Head", "HeadSpec", "Signature"]
+__all__ = ["ESTIMATORS", "LOSSES", "Head", "HeadSpec", "Signature", "stack_layers"]
 
 LOSSES = ("zero_one", "sampled", "log")
 """zero_one: 1 where the argmax misses the label. sampled: 1 − q(label), the expected 0-1 loss of a sampled token.
@@ -40,6 +40,7 @@ class HeadSpec:
         feature_set: which statistics it reads, a key of ``FEATURE_SETS``.
         hidden: widths of its hidden layers, for kinds that have some.
         hidden_sizes: of the two models' hidden states, for a feature set that reads them.
+        rank: how many directions of each hidden state it reads, instead of every number of them; 0: every number.
         losses: one output column each, distinct and in this order.
         context: how many positions an estimate reads, its own included, for kinds that read order; 0: the default of
             the kind.
@@ -57,6 +58,7 @@ class HeadSpec:
     context: int = 0
     top_k: int = 0
     hidden_sizes: tuple[int, ...] = ()
+    rank: int = 0
 
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, ESTIMATORS)
@@ -72,8 +74,17 @@ class HeadSpec:
         if self.estimator == "two_confidence" and "log" in self.losses:
             raise ValueError("losses: two_confidence learns chances, expected zero_one and sampled, got 'log'")
         feature_width(self.feature_set, self.hidden_sizes)  # refuses sizes that are missing or superfluous
+        if self.rank < 0 or self.rank > min(self.hidden_sizes, default=0):
+            most = f"0 to {min(self.hidden_sizes)}" if self.hidden_sizes else "0 for features without hidden states"
+            raise ValueError(f"rank: expected {most}, got {self.rank}")
         if self.context < 0:
             raise ValueError(f"context: expected a number >= 0, got {self.context}")
+
+    @property
+    def columns(self) -> int:
+        """Numbers a position that ``Head.normalise`` hands to the layers."""
+        width = feature_width(self.feature_set, self.hidden_sizes)
+        return width - sum(self.hidden_sizes) + len(self.hidden_sizes) * self.rank if self.rank else width
 
     def refuse_context(self) -> None:
         """Raise ValueError if a context is set; called by kinds that decide each position by itself."""
@@ -101,11 +112,24 @@ class Head(nn.Module):
         self.hidden, self.losses, self.context = spec.hidden, spec.losses, spec.context
         self.register_buffer("feature_mean", torch.zeros(self.width))
         self.register_buffer("feature_std", torch.ones(self.width))
+        self.directions = nn.ParameterList(
+            nn.Parameter(torch.zeros(size, spec.rank), requires_grad=False) for size in spec.hidden_sizes if spec.rank
+        )
 
     @property
     def width(self) -> int:
         """Number of features F."""
         return feature_width(self.feature_set, self.spec.hidden_sizes)
+
+    @property
+    def gap_losses(self) -> tuple[str, ...]:
+        """The losses whose gaps ``estimate`` gives, one column each."""
+        return self.losses
+
+    def estimate(self, examples: Examples) -> Float[Tensor, "*batch G"]:
+        """Estimate the gap of each of ``gap_losses`` at labelled positions; a head that is fed α has none."""
+        gap: Tensor = self(examples.features)
+        return gap
 
     @property
     def signature(self) -> Signature:
@@ -136,11 +160,43 @@ class Head(nn.Module):
         self.feature_mean.copy_(mean)
         self.feature_std.copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
 
+    def set_directions(self, draft: Float[Tensor, "H1 rank"], verifier: Float[Tensor, "H2 rank"]) -> None:
+        """Store which directions of the normalised hidden states are read; they are not trained.
+
+        Raises:
+            ValueError: shapes other than those of the spec.
+        """
+        for name, own, values in zip(("draft", "verifier"), self.directions, (draft, verifier), strict=True):
+            if values.shape != own.shape:
+                raise ValueError(f"{name}: expected shape {list(own.shape)}, got {list(values.shape)}")
+            own.copy_(values)
+
     def fill_missing(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
         """Put the training mean in place of NaN."""
         return torch.where(torch.isnan(features), self.feature_mean, features)
 
-    def normalise(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
+    def deviations(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
         """Deviations from the training mean, missing values at 0, none beyond ``DEVIATIONS_KEPT``."""
         deviations = (self.fill_missing(features) - self.feature_mean) / self.feature_std
         return deviations.clamp(-DEVIATIONS_KEPT, DEVIATIONS_KEPT)
+
+    def normalise(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch C"]:
+        """Deviations ``[*batch, C]``, C = ``spec.columns``; of hidden states along the stored directions, if any."""
+        deviations = self.deviations(features)
+        if not len(self.directions):
+            return deviations
+        sizes = self.spec.hidden_sizes
+        scalars, *states = deviations.split([self.width - sum(sizes), *sizes], dim=-1)
+        return torch.cat([scalars, *(state @ own for state, own in zip(states, self.directions, strict=True))], dim=-1)
+
+
+def stack_layers(width: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
+    """Linear layers with ReLU and a dropout that is off until training sets it; the last one begins at zero."""
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(0.0)]
+        width = size
+    last = nn.Linear(width, outputs)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)

@@ -11,8 +11,7 @@ from torch import nn
 
 from .attention import AttentionHead
 from .checks import check_choice
-from .features import feature_width
-from .head_base import ESTIMATORS, LOSSES, Head, HeadSpec
+from .head_base import ESTIMATORS, LOSSES, Head, HeadSpec, stack_layers
 from .pooled import PooledEstimator
 from .position_head import RouterHead, output_count
 from .trees import TreeHead
@@ -28,6 +27,7 @@ def make_head(
     losses: Sequence[str] = ("zero_one", "sampled"),
     context: int = 0,
     hidden_sizes: Sequence[int] = (),
+    rank: int = 0,
 ) -> RouterHead:
     """Build an untrained head of positions.
 
@@ -39,6 +39,7 @@ def make_head(
         losses: the columns of its output, from ``LOSSES``.
         context: how many positions an estimate of ``attention`` reads, its own included (0: eight); 0 for all others.
         hidden_sizes: of the two models' hidden states, for a feature set that reads them.
+        rank: how many directions of each hidden state are read; 0: every number of them.
 
     Raises:
         ValueError: an unknown name, answered with the nearest, a width below one, or what the kind does not offer.
@@ -50,7 +51,7 @@ def make_head(
     """
     check_choice("kind", kind, HEAD_KINDS)
     widths, sizes = tuple(map(int, hidden)), tuple(map(int, hidden_sizes))
-    head = build_head(HeadSpec(kind, estimator, feature_set, widths, tuple(losses), context, hidden_sizes=sizes))
+    head = build_head(HeadSpec(kind, estimator, feature_set, widths, tuple(losses), context, 0, sizes, rank))
     assert isinstance(head, RouterHead), f"{kind} is no head of positions"
     return head
 
@@ -68,27 +69,19 @@ def build_head(spec: HeadSpec) -> Head:
 def _linear(spec: HeadSpec) -> RouterHead:
     spec.refuse_context()
     spec = replace(spec, hidden=())
-    return RouterHead(spec, _layers(spec))
+    return RouterHead(spec, _trunk(spec))
 
 
 def _mlp(spec: HeadSpec) -> RouterHead:
     spec.refuse_context()
     if not spec.hidden or min(spec.hidden) < 1:
         raise ValueError(f"hidden: expected at least one width, each >= 1, for an mlp; got {spec.hidden}")
-    return RouterHead(spec, _layers(spec))
+    return RouterHead(spec, _trunk(spec))
 
 
-def _layers(spec: HeadSpec) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    width = feature_width(spec.feature_set, spec.hidden_sizes) + (spec.estimator == "cost_sensitive")
-    for size in spec.hidden:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    last = nn.Linear(width, output_count(spec))
-    # Training starts from "no gap", that is from a rule that never defers at a cost.
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(*layers, last)
+def _trunk(spec: HeadSpec) -> nn.Sequential:
+    """Training starts from "no gap", that is from a rule that never defers at a cost."""
+    return stack_layers(spec.columns + (spec.estimator == "cost_sensitive"), spec.hidden, output_count(spec))
 
 
 HEAD_KINDS: dict[str, Callable[[HeadSpec], Head]] = {

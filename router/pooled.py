@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from .checks import check_range
 from .examples import Examples
-from .head_base import Head, HeadSpec, Signature
+from .head_base import Head, HeadSpec, Signature, stack_layers
 
 __all__ = ["LOG_NOTHING", "TAIL_FLOOR", "PooledEstimator", "pooled_spec"]
 
@@ -70,7 +70,27 @@ class PooledEstimator(Head):
         spec.refuse_context()
         super().__init__(spec)
         self.top_k = spec.top_k
-        self.trunk = _layers(self.width, spec.hidden)
+        self.trunk = stack_layers(spec.columns, spec.hidden, len(OPINIONS) + 3)
+        with torch.no_grad():  # b = 1, all else 0: P̂ = p°
+            self.trunk[-1].bias[1] = LARGEST_WEIGHT * math.atanh(1 / LARGEST_WEIGHT)
+
+    @property
+    def gap_losses(self) -> tuple[str, ...]:
+        """The losses whose gaps follow from one P̂."""
+        return "zero_one", "sampled"
+
+    def estimate(self, examples: Examples) -> Float[Tensor, "N 2"]:
+        """Estimate both gaps: P̂(argmax p) − P̂(argmax q), and E of p(v) − q(v) over the candidates, v ~ P̂.
+
+        Raises:
+            ValueError: examples without candidates.
+        """
+        if examples.candidates is None:
+            raise ValueError("candidates: expected them for a pooled head, got examples without")
+        belief = self(examples.features, examples.candidates).exp()[:, :-1]
+        draft, verifier = examples.candidates.unbind(dim=-1)
+        best = [belief.gather(-1, side.argmax(dim=-1, keepdim=True))[:, 0] for side in (draft, verifier)]
+        return torch.stack([best[1] - best[0], (belief * (verifier - draft)).sum(dim=-1)], dim=-1)
 
     @property
     def signature(self) -> Signature:
@@ -123,19 +143,6 @@ class PooledEstimator(Head):
         """Return a, b, c and d of each position."""
         weights: Tensor = self.trunk(self.normalise(features))
         return LARGEST_WEIGHT * (weights / LARGEST_WEIGHT).tanh()
-
-
-def _layers(width: int, hidden: tuple[int, ...]) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for size in hidden:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    last = nn.Linear(width, len(OPINIONS) + 3)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    with torch.no_grad():  # b = 1, all else 0: P̂ = p°
-        last.bias[1] = LARGEST_WEIGHT * math.atanh(1 / LARGEST_WEIGHT)
-    return nn.Sequential(*layers, last)
 
 
 def _opinions(candidates: Float[Tensor, "N K 2"]) -> tuple[Float[Tensor, "N K+1 2"], Float[Tensor, "N K+1 4"]]:

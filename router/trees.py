@@ -125,6 +125,8 @@ class TreeHead(RouterHead):
         spec.refuse_context()
         if spec.estimator == "cost_sensitive":
             raise ValueError("estimator: trees learn 'gap' or 'two_confidence', got 'cost_sensitive'")
+        if spec.rank:
+            raise ValueError(f"rank: expected 0 for trees, which read every number, got {spec.rank}")
         super().__init__(replace(spec, hidden=()), Trees(output_count(spec)))
 
     def fit(

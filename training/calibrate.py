@@ -25,7 +25,7 @@ from torch import Tensor
 from ..data.resampling import bootstrap_weights, documents, interval, resampled_means, sum_by_prompt
 from ..router.config import CalibrationRow
 from .bounds import mean_upper_bound
-from .datamodule import TraceTensors
+from .splits import TraceTensors
 from .estimates import Decide, decider, estimate, loss_column
 
 __all__ = [

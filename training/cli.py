@@ -121,7 +121,9 @@ class RouterCLI(LightningCLI):
         )
         parser.link_arguments("model.feature_set", "data.feature_set")
         parser.link_arguments("model.kind", "data.needs_candidates", compute_fn=_reads_candidates)
-        parser.link_arguments("model.context", "data.sequences", compute_fn=bool)
+        parser.link_arguments("model.kind", "data.sequences", compute_fn=_reads_order)
+        parser.link_arguments("data.hidden_sizes", "model.hidden_sizes", apply_on="instantiate")
+        parser.link_arguments("data.top_k", "model.top_k", apply_on="instantiate")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("out", "checkpoint.dirpath", compute_fn=_checkpoint_folder)
 
@@ -249,6 +251,10 @@ def _parse(words: list[str]) -> RouterCLI:
 
 def _reads_candidates(kind: str) -> bool:
     return kind == "pooled"
+
+
+def _reads_order(kind: str) -> bool:
+    return kind == "attention"
 
 
 def _checkpoint_folder(out: str) -> str:

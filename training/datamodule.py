@@ -16,6 +16,7 @@ from ..data.prompts import document_of
 from ..data.traces import Traces
 from ..router.checks import check_choice
 from ..router.examples import Examples
+from ..router.features import needs_hidden
 from .batches import Scan, Sequences, Slices
 from .holdout import divide
 from .memory import free_memory
@@ -25,9 +26,10 @@ from .splits import (
     ScannedSplit,
     TraceTensors,
     bytes_a_position,
-    first_positions,
     load_split,
     read_pieces,
+    read_split,
+    some_positions,
 )
 
 __all__ = ["MEMORIES", "Slices", "TraceDataModule", "TraceTensors", "load_split"]
@@ -121,10 +123,32 @@ class TraceDataModule(pl.LightningDataModule):
         assert self.train is not None, "setup comes first"
         return self.train.normalisation()
 
-    def preview(self) -> Examples:
-        """The first validation positions, the same in every process."""
-        assert self.validation is not None, "setup comes first"
-        return first_positions(self.validation)
+    def preview(self, split: str = "validation", count: int = 1 << 16) -> Examples:
+        """Some positions of ``train`` or ``validation``, the same in every process."""
+        known = {"train": self.train, "validation": self.validation}[split]
+        assert known is not None, "setup comes first"
+        return some_positions(known, count)
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        """Of both models' hidden states; empty for features that read none.
+
+        Raises:
+            FileNotFoundError: there are no traces.
+            ValueError: they hold no hidden states.
+        """
+        if not needs_hidden(self.feature_set):
+            return ()
+        return Traces.open(self.traces_dir, check=False).hidden_sizes
+
+    @property
+    def top_k(self) -> int:
+        """How many tokens of each model are candidates; 0 for heads that read none.
+
+        Raises:
+            FileNotFoundError: there are no traces.
+        """
+        return Traces.open(self.traces_dir, check=False).manifest.plan.top_k if self.reading.candidates else 0
 
     def train_dataloader(self) -> DataLoader[Examples]:
         """Shuffled training batches; a resumed run goes on with the epoch that it was stopped in."""
@@ -145,10 +169,7 @@ class TraceDataModule(pl.LightningDataModule):
         return DataLoader(kind(split, size, shuffle, self.seed, epoch), batch_size=None)
 
     def _load(self, traces: Traces, split: str) -> TraceTensors:
-        reading = self.reading
-        loaded = load_split(
-            traces, split, reading.feature_set, reading.labels, reading.candidates, reading.whole_prompts
-        )
+        loaded = read_split(traces, split, self.reading)
         return loaded.weighted(self.weight, self.seed) if split == self.train_split else loaded
 
     def _scan(self, traces: Traces, split: str) -> ScannedSplit:

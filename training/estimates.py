@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .datamodule import TraceTensors
+from .splits import TraceTensors
 
 __all__ = ["Decide", "decider", "estimate", "loss_column"]
 
@@ -26,7 +26,11 @@ def estimate(head: Any, split: TraceTensors, alpha: float | None = None) -> Floa
     head.eval()
     with torch.inference_mode():
         if not head.context:
-            answer: Tensor = head(split.features, *_prices(alpha, split.features))
+            answer: Tensor
+            if alpha is None:
+                answer = head.estimate(split.examples)
+            else:
+                answer = head(split.features, *_prices(alpha, split.features))
             return answer
         answer = torch.empty(len(split), len(head.losses))
         counts = torch.bincount(split.prompt_index)
@@ -48,7 +52,7 @@ def decider(head: Any, split: TraceTensors, loss: str, tv: Float[Tensor, "N"]) -
 
 def loss_column(head: Any, loss: str) -> int:
     """Which column of the head's answer decides under a loss: its own, or the first where it has not learned it."""
-    return head.losses.index(loss) if loss in head.losses else 0
+    return head.gap_losses.index(loss) if loss in head.gap_losses else 0
 
 
 def _prices(alpha: float | None, features: Tensor) -> tuple[Tensor, ...]:

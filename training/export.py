@@ -24,14 +24,14 @@ from ..router.bundle import save_bundle
 from ..router.checks import check_choice
 from ..router.config import CalibrationRow, RouterConfig
 from ..router.drift import summarise_features
-from ..router.features import FEATURE_SETS
+from ..router.features import scalar_names
 from .calibrate import LOSS_OF_REGIME, CalibrationConfig, calibrate, choose_alpha
-from .datamodule import TraceTensors, load_split
 from .estimates import estimate, loss_column
 from .holdout import divide
 from .metrics import frontier_area
 from .module import RouterModule
 from .recalibrate import RECALIBRATIONS, Recalibration, recalibrate
+from .splits import Reading, TraceTensors, read_split
 
 __all__ = ["ExportConfig", "describe_budgets", "export_router", "find_checkpoint"]
 
@@ -77,13 +77,13 @@ def export_router(config: ExportConfig) -> Path:
     """
     module, trained_on = _load_checkpoint(find_checkpoint(config.checkpoint))
     head, traces = module.head, Traces.open(config.traces or trained_on.traces)
-    source = _calibration_source(config, trained_on, traces, head.feature_set)
+    source = _calibration_source(config, trained_on, traces)
     found = recalibrate(head, source.chosen_on, config.recalibrate)
     table = calibrate(head, source.held_out, config.calibration, grid_from=source.chosen_on)
     stated = _state(config, traces, source, table)
     figures = _figures(head, source.held_out, table) | _recalibration_figures(found)
     # Of other traces nobody knows that they are like the training's.
-    reference = _reference(traces, trained_on.train_split, head.feature_set) if config.traces is None else {}
+    reference = _reference(traces, trained_on) if config.traces is None else {}
     saved = save_bundle(config.out, head, replace(stated, figures=figures, reference=reference))
     announce(f"Router ready: {config.out} ({saved.kind} {saved.estimator}, alpha {saved.default_alpha:.3g})")
     announce(describe_budgets(saved))
@@ -131,6 +131,7 @@ class _Training:
     train_split: str
     validation_split: str
     calibration_share: float
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -147,29 +148,31 @@ def _load_checkpoint(path: Path) -> tuple[RouterModule, _Training]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         data = content["datamodule_hyper_parameters"]
-        training = _Training(
-            Path(data["traces"]), data["train_split"], data["validation_split"], data.get("calibration_share", 0.0)
-        )
+        reading = Reading(data["feature_set"], data["labels"], data["needs_candidates"], data["sequences"])
+        splits = data["train_split"], data["validation_split"]
+        training = _Training(Path(data["traces"]), *splits, data["calibration_share"], reading)
         return RouterModule.load_from_checkpoint(path, map_location="cpu", weights_only=True), training
     except (KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"checkpoint: expected one of a router's training, got {str(path)!r}: {reason}") from error
 
 
-def _calibration_source(config: ExportConfig, training: _Training, traces: Traces, feature_set: str) -> _Source:
+def _calibration_source(config: ExportConfig, training: _Training, traces: Traces) -> _Source:
     """Find documents that served nothing before: those held back in training, or a split of their own.
 
     Of other traces than the training's nobody knows which documents those are: bounds are then approximate.
     """
     split = config.split or training.validation_split
-    loaded = load_split(traces, split, feature_set)
+    loaded = read_split(traces, split, training.reading)
     own = config.traces is None
     if split == training.validation_split:
         chosen_on, back = divide(loaded, training.calibration_share)
         return _Source(split, loaded if back is None else back, chosen_on, exact=own and back is not None)
     if not own:
         return _Source(split, loaded, loaded, exact=False)
-    chosen_on, _ = divide(load_split(traces, training.validation_split, feature_set), training.calibration_share)
+    chosen_on, _ = divide(
+        read_split(traces, training.validation_split, training.reading), training.calibration_share
+    )
     return _Source(split, loaded, chosen_on, exact=split != training.train_split)
 
 
@@ -194,9 +197,11 @@ def _state(
     )
 
 
-def _reference(traces: Traces, train_split: str, feature_set: str) -> dict[str, tuple[float, ...]]:
-    """What the features were like in training, for drift to be noticed."""
-    return summarise_features(load_split(traces, train_split, feature_set).features, FEATURE_SETS[feature_set])
+def _reference(traces: Traces, training: _Training) -> dict[str, tuple[float, ...]]:
+    """What the features were like in training, for drift to be noticed; hidden states are left out."""
+    names = scalar_names(training.reading.feature_set)
+    features = read_split(traces, training.train_split, training.reading).features
+    return summarise_features(features[:, : len(names)], names)
 
 
 def _recalibration_figures(found: dict[str, Recalibration]) -> dict[str, float]:

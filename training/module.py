@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..data.progress import announce
 from ..router.examples import Examples
-from ..router.heads import make_head
+from ..router.heads import Head, HeadSpec, build_head
 from .datamodule import TraceDataModule
+from .directions import principal_directions
 from .splits import TraceTensors
 from .validation import HeadMetrics, metrics_for
 
@@ -23,18 +24,28 @@ __all__ = ["RouterModule"]
 
 DEFAULT_LOSSES = ("zero_one", "sampled")
 
+_SAMPLE = 20_000
+"""Positions that the directions of hidden states are found on."""
+
 
 class RouterModule(pl.LightningModule):
     """Trains one head for all of its losses at once.
 
     Args:
-        kind: what the head is: `linear`, `mlp`, ...; an unknown name is answered with all of them.
-        estimator: `gap` (squared loss on how much better the verifier did) or `two_confidence` (how often each model
-            is right, by cross-entropy).
-        feature_set: which statistics the head reads: `verified`, or `draft_only`.
+        kind: `linear`, `mlp`, `trees` (boosted, fitted once), `attention` (reads the positions before too) or `pooled`
+            (estimates the truth over both models' likely tokens: one head for every loss, rule and temperature).
+        estimator: `gap` (squared loss on how much better the verifier did), `two_confidence` (how often each model is
+            right, by cross-entropy), `cost_sensitive` (is fed α and learns the decision); `pooled` for that kind.
+        feature_set: which statistics the head reads: `draft_only`, `verified`, and with both models' likeliest tokens
+            or hidden states `verified+topk`, `verified+hidden`, `verified+topk+hidden`.
         hidden: widths of the hidden layers of kinds that have some, such as `mlp`.
-        losses: what the head's gaps are about: `zero_one` for greedy decoding, `sampled` for sampling.
-        context: how many earlier positions a kind that reads order looks back on; 0 for all others.
+        losses: what the head's gaps are about: `zero_one` for greedy decoding, `sampled` for sampling, `log`.
+        context: how many positions `attention` reads, the one that it decides on included (0: eight); 0 for all others.
+        rank: how many directions of each model's hidden state are read (principal components of the training
+            positions); 0 reads every number of them.
+        dropout: share of the hidden layers' outputs that is left out in each training step.
+        hidden_sizes: of the hidden states; decided by the traces.
+        top_k: how many tokens of each model are candidates; decided by the traces.
         learning_rate: peak of AdamW's rate; it rises over the first twentieth of the steps and then falls to zero by a
             cosine.
         weight_decay: decoupled weight decay.
@@ -53,6 +64,10 @@ class RouterModule(pl.LightningModule):
         hidden: tuple[int, ...] = (64, 64),
         losses: tuple[str, ...] = DEFAULT_LOSSES,
         context: int = 0,
+        rank: int = 0,
+        dropout: float = 0.0,
+        hidden_sizes: tuple[int, ...] = (),
+        top_k: int = 0,
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-2,
         prices: tuple[float, ...] | None = None,
@@ -63,9 +78,13 @@ class RouterModule(pl.LightningModule):
         if prices is not None and not (prices and min(prices) >= 0):
             raise ValueError(f"prices: expected one number at least, none below 0, got {prices}")
         self.save_hyperparameters()
-        options: dict[str, Any] = {"losses": losses} if tuple(losses) != DEFAULT_LOSSES else {}
-        options |= {"context": context} if context else {}
-        self.head: Any = make_head(kind, estimator, feature_set, hidden, **options)
+        if kind == "pooled" and tuple(losses) == DEFAULT_LOSSES:
+            losses = ("log",)  # what it is trained by; the gaps of both losses follow from it
+        spec = HeadSpec(
+            kind, estimator, feature_set, tuple(hidden), tuple(losses), context, top_k, tuple(hidden_sizes), rank
+        )
+        self.head: Any = build_head(spec)
+        _set_dropout(self.head, dropout)
         self.learning_rate, self.weight_decay, self.prices = learning_rate, weight_decay, prices
         self.measured = HeadMetrics()
         self.fits_itself = callable(getattr(self.head, "fit", None))
@@ -82,6 +101,8 @@ class RouterModule(pl.LightningModule):
             return
         _check_data(self.head, self.fits_itself, data)
         self.head.set_normalisation(*data.normalisation())
+        if self.head.spec.rank:
+            self.head.set_directions(*_find_directions(self.head, data))
         self.measured = metrics_for(self.head, data.preview(), self.prices).to(self.device)
         if self.fits_itself:
             self.trainer.fit_loop.max_epochs = 1
@@ -134,6 +155,24 @@ class RouterModule(pl.LightningModule):
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _set_dropout(head: Head, dropout: float) -> None:
+    layers = [layer for layer in head.modules() if isinstance(layer, nn.Dropout)]
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected a share in [0, 1), got {dropout}")
+    if dropout and not layers:
+        raise ValueError(f"dropout: expected 0 for kind {head.kind!r}, which has no hidden layers, got {dropout}")
+    for layer in layers:
+        layer.p = dropout
+
+
+def _find_directions(head: Head, data: TraceDataModule) -> list[Tensor]:
+    """Principal directions of both models' normalised hidden states."""
+    with torch.no_grad():
+        deviations = head.deviations(data.preview("train", _SAMPLE).features.flatten(end_dim=-2))
+    states = deviations[:, -sum(head.spec.hidden_sizes) :].split(list(head.spec.hidden_sizes), dim=-1)
+    return [principal_directions(state, head.spec.rank, data.seed) for state in states]
 
 
 def _check_data(head: Any, fits_itself: bool, data: TraceDataModule) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data.resampling import documents
 from ..router.checks import check_choice
 from .calibrate import LOSS_OF_REGIME
-from .datamodule import TraceTensors
+from .splits import TraceTensors
 from .estimates import estimate
 from .isotonic import fit_isotonic
 
@@ -54,21 +54,22 @@ def recalibrate(head: Any, split: TraceTensors, how: str) -> dict[str, Recalibra
             documents; ``none`` fits none.
 
     Raises:
-        ValueError: an unknown name, or a map asked for a head that is fed α and has no gap.
+        ValueError: an unknown name, or a map asked for a head that is fed α or pools a belief, which has none.
     """
     check_choice("recalibrate", how, RECALIBRATIONS)
-    if head.estimator == "cost_sensitive" and how == "isotonic":
-        raise ValueError(f"recalibrate: expected none or auto for a head that is fed alpha, got {how!r}")
-    if how == "none" or head.estimator == "cost_sensitive":
+    mapped = head.estimator in ("gap", "two_confidence")
+    if not mapped and how == "isotonic":
+        raise ValueError(f"recalibrate: expected none or auto for an estimator without a gap of its own, got {how!r}")
+    if how == "none" or not mapped:
         return {}
     gaps, found = estimate(head, split), {}
     document = documents(split.prompt_ids, split.prompt_index.numpy())
     for row, loss in enumerate(LOSS_OF_REGIME.values()):
         # Where both argmaxes agree the 0-1 gap is known to be 0, and the head says so.
         open_ = split.agree < 0.5 if loss == "zero_one" else torch.ones(len(split), dtype=torch.bool)
-        if loss not in head.losses or not open_.any():
+        if loss not in head.gap_losses or not open_.any():
             continue
-        gap = gaps[open_, head.losses.index(loss)]
+        gap = gaps[open_, head.gap_losses.index(loss)]
         label = split.correctness[open_, row, 1] - split.correctness[open_, row, 0]
         before, after = cross_validated_error(gap, label, torch.from_numpy(document)[open_])
         found[loss] = Recalibration(how == "isotonic" or after < before, before, after)

@@ -25,7 +25,7 @@ from ..router.checks import check_choice
 from ..router.examples import Examples
 from ..router.features import build_features, needs_hidden
 
-__all__ = ["LABELS", "WEIGHTS", "Reading", "ScannedSplit", "TraceTensors", "load_split", "read_pieces"]
+__all__ = ["LABELS", "WEIGHTS", "Reading", "ScannedSplit", "TraceTensors", "load_split", "read_pieces", "read_split"]
 
 LABELS = ("gold", "outcome")
 WEIGHTS = ("position", "prompt", "bootstrap")
@@ -136,12 +136,21 @@ def load_split(
     candidates: bool = False,
     whole_prompts: bool = False,
 ) -> TraceTensors:
-    """Read a split of the traces and build its features, piece by piece; the options are those of `Reading`.
+    """Read a split of the traces and build its features; the options are those of `Reading`.
 
     Raises:
         ValueError: the split is unknown or empty, or the traces lack what is asked for.
     """
-    pieces = list(read_pieces(traces, split, Reading(feature_set, labels, candidates, whole_prompts)))
+    return read_split(traces, split, Reading(feature_set, labels, candidates, whole_prompts))
+
+
+def read_split(traces: Traces, split: str, reading: Reading) -> TraceTensors:
+    """Read a whole split, piece by piece.
+
+    Raises:
+        ValueError: as `read_pieces`.
+    """
+    pieces = list(read_pieces(traces, split, reading))
     width = max((piece.candidates.shape[1] for piece in pieces if piece.candidates is not None), default=0)
     numbers: dict[str, int] = {}
     parts = [_widened(piece, width)._tensors() | {"prompt_index": _number(piece, numbers)} for piece in pieces]
@@ -333,11 +342,11 @@ def bytes_a_position(piece: TraceTensors) -> float:
     return sum(value.element_size() * value.numel() for value in piece._tensors().values()) / len(piece)
 
 
-def first_positions(split: TraceTensors | ScannedSplit) -> Examples:
-    """Some positions of a split, the same in every process: at most one piece."""
+def some_positions(split: TraceTensors | ScannedSplit, count: int = PIECE) -> Examples:
+    """Positions of a split, the same in every process: evenly spread, or of a scanned one the first piece."""
     if isinstance(split, ScannedSplit):
         return next(iter(split.pieces()))
-    return split.take(torch.arange(min(PIECE, len(split)))).examples
+    return split.take(torch.linspace(0, len(split) - 1, min(count, len(split))).long()).examples
 
 
 def concatenate(parts: Iterable[Examples]) -> Examples:

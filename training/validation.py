@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from ..router.examples import Examples
-from ..router.heads import LOSSES
+from ..router.position_head import CORRECTNESS_ROW
 from .metrics import BrierScore, CalibrationError, FrontierArea, RankingScore, RegretToOracle, spread_prices
 
 __all__ = ["BeliefMetrics", "GapMetrics", "HeadMetrics", "losses_of", "metrics_for"]
 
 MODELS = ("draft", "verifier")
-
-_ROW = {"zero_one": 0, "sampled": 1, "log": 1}
-"""Where ``Examples.correctness`` holds what a loss is made of."""
 
 LARGEST_LOG_LOSS = 20.0
 """Nats that a label costs at most, however impossible a model thought it."""
@@ -72,7 +69,7 @@ class GapMetrics(HeadMetrics):
 
     def __init__(self, head: Any, prices: Float[Tensor, "C A"]) -> None:
         super().__init__()
-        self.losses = _losses_in(head)
+        self.losses: tuple[str, ...] = head.gap_losses
         for loss, own in zip(self.losses, prices, strict=True):
             self.metrics[f"val_regret_{loss}"] = RegretToOracle(own)
             if head.estimator != "cost_sensitive":
@@ -86,7 +83,7 @@ class GapMetrics(HeadMetrics):
     def measure(self, head: Any, examples: Examples, counts: Bool[Tensor, "*batch"]) -> None:
         """Add the positions that count."""
         features, tv, correctness = examples.features, examples.tv[counts], examples.correctness[counts]
-        gap = None if head.estimator == "cost_sensitive" else head(features)[counts]
+        gap = None if head.estimator == "cost_sensitive" else head.estimate(examples)[counts]
         for column, loss in enumerate(self.losses):
             costs = losses_of(correctness, loss)
             prices = self.metrics[f"val_regret_{loss}"].prices
@@ -101,25 +98,26 @@ class GapMetrics(HeadMetrics):
             self._add(f"val_auroc_{loss}", own[differ], (costs[0] > costs[1])[differ])
         if head.estimator == "two_confidence":
             confidences = head.confidences(features)[counts][:, 0]
-            row = _ROW[self.losses[0]]
+            row = CORRECTNESS_ROW[self.losses[0]]
             for model, name in enumerate(MODELS):
                 self._add(f"val_brier_{name}", confidences[:, model], correctness[:, row, model])
                 self._add(f"val_ece_{name}", confidences[:, model], correctness[:, row, model])
 
 
-class BeliefMetrics(HeadMetrics):
-    """Log loss of q° and p° on the events that a belief is about, beside the belief's own, which is its loss.
+class BeliefMetrics(GapMetrics):
+    """What follows from a belief as a gap, and the log loss of q° and p° beside the belief's own, which is its loss.
 
     The events are the candidates, and "none of them" for all that is left.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, head: Any, prices: Float[Tensor, "C A"]) -> None:
+        super().__init__(head, prices)
         for model in MODELS:
             self.metrics[f"val_log_loss_{model}"] = MeanMetric()
 
     def measure(self, head: Any, examples: Examples, counts: Bool[Tensor, "*batch"]) -> None:
         """Add the positions that count."""
+        super().measure(head, examples, counts)
         assert examples.candidates is not None and examples.truth is not None, "the data module gives them"
         probs, truth = examples.candidates[counts], examples.truth[counts]
         events = torch.cat([probs, (1 - probs.sum(dim=1, keepdim=True)).clamp_min(TAIL_FLOOR)], dim=1)
@@ -136,20 +134,17 @@ def metrics_for(head: Any, seen: Examples, prices: Sequence[float] | None = None
         seen: held-out positions; prices are spread over their range, for each loss, unless given.
         prices: the values of α that regret is averaged over.
     """
-    if head.kind == "pooled":
-        return BeliefMetrics()
+    kind = BeliefMetrics if head.kind == "pooled" else GapMetrics
     if prices is not None:
-        return GapMetrics(head, torch.tensor([list(prices)] * len(_losses_in(head))))
+        return kind(head, torch.tensor([list(prices)] * len(head.gap_losses)))
     counts = torch.ones_like(seen.tv, dtype=torch.bool) if seen.weight is None else seen.weight > 0
     tv, correctness = seen.tv[counts], seen.correctness[counts]
-    return GapMetrics(
-        head, torch.stack([spread_prices(*losses_of(correctness, loss), tv) for loss in _losses_in(head)])
-    )
+    return kind(head, torch.stack([spread_prices(*losses_of(correctness, loss), tv) for loss in head.gap_losses]))
 
 
 def losses_of(correctness: Float[Tensor, "N 2 2"], loss: str) -> tuple[Tensor, Tensor]:
     """What the drafter and the verifier lose at each position; ``log`` in nats, from the label's probabilities."""
-    right = correctness[:, _ROW[loss]]
+    right = correctness[:, CORRECTNESS_ROW[loss]]
     draft, verifier = (_log_loss(right) if loss == "log" else 1 - right).unbind(dim=-1)
     return draft, verifier
 
@@ -157,6 +152,3 @@ def losses_of(correctness: Float[Tensor, "N 2 2"], loss: str) -> tuple[Tensor, T
 def _log_loss(probability: Tensor) -> Tensor:
     return probability.clamp_min(math.exp(-LARGEST_LOG_LOSS)).log().neg()
 
-
-def _losses_in(head: Any) -> tuple[str, ...]:
-    return tuple(getattr(head, "losses", LOSSES))
