@@ -70,8 +70,8 @@ def held_back(prompt_ids: Sequence[str], share: float) -> NDArray[np.bool_]:
     same answer, so one may choose a checkpoint on the rest and bound its loss on what was held back. Where nothing
     would be left on either side, nothing is held back.
 
-    >>> held_back(["a", "b", "a-1", "c"], 0.5).tolist()
-    [True, False, True, True]
+    >>> held_back(["red", "red-1", "green", "blue"], 0.5).tolist()
+    [True, True, False, True]
 
     Raises:
         ValueError: a share outside [0, 1].
