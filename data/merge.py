@@ -41,7 +41,6 @@ ALIKE = (
     "top_k",
     "source",
     "hidden",
-    "max_tokens",
     "cascade",
     "splits",
 )
@@ -196,6 +195,7 @@ def _merge_plans(manifests: Sequence[Manifest], pieces: Sequence[_Piece]) -> Tra
         collected=[name for name in plans[0].splits if any(name in plan.collected for plan in plans)],
         prompts={"source": f"merged: {sources}", "merged": digests},
         merged_shards=len(pieces),
+        max_tokens=None if None in (cuts := [plan.max_tokens for plan in plans]) else max(filter(None, cuts)),
         batch_tokens=max(plan.batch_tokens for plan in plans),
         shard_prompts=max(plan.shard_prompts for plan in plans),
         examples=sum(len(piece.names) for piece in pieces),

@@ -7,8 +7,13 @@ import os
 import tempfile
 from dataclasses import replace
 
+from typing_extensions import Self
+
+from ..cascade.statistics import Stats
+from .budgets import choose_row
 from .bundle import Bundle, write_bundle
 from .config import RouterConfig
+from .drift import DriftReport, DriftWatch
 from .features import needs_hidden
 
 __all__ = ["Bundled"]
@@ -34,6 +39,70 @@ class Bundled:
     def hidden_sizes(self) -> tuple[int, ...]:
         """How long it expects the drafter's and the verifier's hidden state; nothing if it reads none."""
         return self.config.hidden_sizes
+
+    def with_alpha(self, alpha: float) -> Self:
+        """Return the same router at another α; the head is shared, and asked once for all of them."""
+        changed: Self = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
+        return changed
+
+    def with_budget(
+        self,
+        *,
+        rejection: float | None = None,
+        deferral: float | None = None,
+        latency: float | None = None,
+        quality_drop: float | None = None,
+        confidence: float | None = None,
+        gamma: int | None = None,
+        cost_ratio: float | None = None,
+        greedy: bool = False,
+    ) -> Self:
+        """Return the router at the α that its calibration holds best within a budget; give one of the first four.
+
+        The choice is among measured rows; nothing is interpolated. ``router.with_budget(quality_drop=0.02)`` defers so
+        much that, with 95% confidence over the calibration documents, the mean quality on documents of their kind is
+        at most 0.02 below the verifier's; ``config.calibration_exact`` tells whether that holds exactly.
+
+        Args:
+            rejection: largest share of drafted tokens rejected.
+            deferral: largest share of positions deferred.
+            latency: largest modelled time per token relative to the verifier alone (`budgets.relative_latency`).
+            quality_drop: largest mean loss of quality against the verifier (`budgets.by_quality_drop`).
+            confidence: with ``quality_drop`` only: one that the table holds, 0.95 by default.
+            gamma: with ``latency`` only: tokens drafted a round, 5 by default.
+            cost_ratio: with ``latency`` only, which needs it: time of a drafter's step over that of a verifier's.
+            greedy: choose from the calibration at temperature 0 instead of the sampled one.
+
+        Raises:
+            ValueError: not exactly one budget, one out of range, an argument of another budget, or a budget below
+                everything that was measured, answered with the range within reach.
+        """
+        self._check_calibrated()
+        row = choose_row(
+            self.config.calibration,
+            greedy=greedy,
+            rejection=rejection,
+            deferral=deferral,
+            latency=latency,
+            quality_drop=quality_drop,
+            confidence=confidence,
+            gamma=gamma,
+            cost_ratio=cost_ratio,
+        )
+        return self.with_alpha(row.alpha)
+
+    def _check_calibrated(self) -> None:
+        """Raise ValueError where the stored calibration is not about what decides here."""
+
+    def drift(self, stats: Stats) -> DriftReport:
+        """Compare statistics with the positions that the router was trained on; `DriftWatch` does it batch by batch.
+
+        Raises:
+            ValueError: the bundle remembers no features of its training.
+        """
+        watch = DriftWatch(self.config.reference, self.config.feature_set)
+        watch.add(stats)
+        return watch.report()
 
     def check_pair(
         self,

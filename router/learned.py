@@ -10,7 +10,7 @@ block or before it.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from ..cascade.blocks import VerifyBlock
 from ..cascade.statistics import Stats
-from .budgets import choose_row
 from .bundle import Bundle, find_bundle, load_bundle
 from .bundled import Bundled
 from .checks import check_choice, check_range
-from .drift import DriftReport, DriftWatch
 from .features import build_features
 from .heads import LOSSES
 from .position_rules import PositionRule
@@ -206,65 +204,6 @@ class LearnedRouter(Bundled, PositionRule):
             return columns[..., losses.index(self._only)]
         one_hot = (stats.draft_max_processed == 1) & (stats.verifier_max_processed == 1)
         return torch.where(one_hot, columns[..., losses.index("zero_one")], columns[..., losses.index("sampled")])
-
-    def with_alpha(self, alpha: float) -> "LearnedRouter":
-        """Return the same router at another α; the head is shared, and asked once for all of them."""
-        return replace(self, alpha=alpha)
-
-    def with_budget(
-        self,
-        *,
-        rejection: float | None = None,
-        deferral: float | None = None,
-        latency: float | None = None,
-        quality_drop: float | None = None,
-        confidence: float | None = None,
-        gamma: int | None = None,
-        cost_ratio: float | None = None,
-        greedy: bool = False,
-    ) -> "LearnedRouter":
-        """Return the router at the α that its calibration holds best within a budget; give one of the first four.
-
-        The choice is among measured rows; nothing is interpolated. ``router.with_budget(quality_drop=0.02)`` defers so
-        much that, with 95% confidence over the calibration documents, the mean quality on documents of their kind is
-        at most 0.02 below the verifier's; ``config.calibration_exact`` tells whether that holds exactly.
-
-        Args:
-            rejection: largest share of drafted tokens rejected.
-            deferral: largest share of positions deferred.
-            latency: largest modelled time per token relative to the verifier alone (`budgets.relative_latency`).
-            quality_drop: largest mean loss of quality against the verifier (`budgets.by_quality_drop`).
-            confidence: with ``quality_drop`` only: one that the table holds, 0.95 by default.
-            gamma: with ``latency`` only: tokens drafted a round, 5 by default.
-            cost_ratio: with ``latency`` only, which needs it: time of a drafter's step over that of a verifier's.
-            greedy: choose from the calibration at temperature 0 instead of the sampled one.
-
-        Raises:
-            ValueError: not exactly one budget, one out of range, an argument of another budget, or a budget below
-                everything that was measured, answered with the range within reach.
-        """
-        row = choose_row(
-            self.config.calibration,
-            greedy=greedy,
-            rejection=rejection,
-            deferral=deferral,
-            latency=latency,
-            quality_drop=quality_drop,
-            confidence=confidence,
-            gamma=gamma,
-            cost_ratio=cost_ratio,
-        )
-        return self.with_alpha(row.alpha)
-
-    def drift(self, stats: Stats) -> DriftReport:
-        """Compare statistics with the positions that the router was trained on; `DriftWatch` does it batch by batch.
-
-        Raises:
-            ValueError: the bundle remembers no features of its training.
-        """
-        watch = DriftWatch(self.config.reference, self.config.feature_set)
-        watch.add(stats)
-        return watch.report()
 
     def __repr__(self) -> str:
         pair = f"{self.config.drafter} → {self.config.verifier}"

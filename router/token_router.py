@@ -31,6 +31,9 @@ from .pooled import TAIL_FLOOR
 
 __all__ = ["TOKEN_ROUTER_RULES", "TokenRouter"]
 
+CALIBRATED_RULE = "expected_gain"
+"""The rule that the tables of a bundle are about; its α is the price of a rejection."""
+
 TOKEN_ROUTER_RULES = (
     "greedyward",
     "learned_lossy",
@@ -74,7 +77,7 @@ class TokenRouter(Bundled):
     def from_pretrained(
         cls,
         name: str | os.PathLike[str],
-        rule: str = "greedyward",
+        rule: str = CALIBRATED_RULE,
         alpha: float | None = None,
         backend: str = "onnx",
         revision: str | None = None,
@@ -83,8 +86,9 @@ class TokenRouter(Bundled):
 
         Args:
             name: a folder that ``save_pretrained`` or ``speccascade export`` wrote, or a Hub id ``owner/name``.
-            rule: a name of ``TOKEN_ROUTER_RULES``.
-            alpha: the rule's dial; the bundle's own default if None.
+            rule: a name of ``TOKEN_ROUTER_RULES``; the default chooses between q and p, and is the one that the bundle
+                is calibrated for.
+            alpha: the rule's dial; the bundle's own default if None, which belongs to the default rule.
             backend: ``onnx`` (one CPU thread) or ``torch`` (on the device of the models).
             revision: branch, tag or commit on the Hub.
 
@@ -97,6 +101,8 @@ class TokenRouter(Bundled):
         if bundle.config.kind != "pooled":
             kind = bundle.config.kind
             raise ValueError(f"router: expected a head of kind 'pooled', got {kind!r}: use LearnedRouter for {name!s}")
+        if alpha is None and rule != CALIBRATED_RULE:
+            raise ValueError(f"alpha: expected one for rule {rule!r}, the bundle's own is for {CALIBRATED_RULE!r}")
         runtime: Any = bundle.runtime(backend)
         return cls(bundle, runtime, rule, bundle.config.default_alpha if alpha is None else alpha)
 
@@ -110,13 +116,13 @@ class TokenRouter(Bundled):
         """The rule that decides; it must be shown a block whose p° is P̂, as `believe` makes one."""
         return rules.get(self.rule, alpha=self.alpha)
 
-    def with_alpha(self, alpha: float) -> "TokenRouter":
-        """Return the same router at another α; the head is shared, and asked once for all of them."""
-        return replace(self, alpha=alpha)
-
     def with_rule(self, rule: str, alpha: float | None = None) -> "TokenRouter":
         """Return the same router under another rule; α means something else there, so give it too."""
         return replace(self, rule=rule, alpha=self.alpha if alpha is None else alpha)
+
+    def _check_calibrated(self) -> None:
+        if self.rule != CALIBRATED_RULE:
+            raise ValueError(f"with_budget: this router is calibrated for {CALIBRATED_RULE!r}, got rule {self.rule!r}")
 
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""

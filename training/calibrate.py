@@ -25,8 +25,8 @@ from torch import Tensor
 from ..data.resampling import bootstrap_weights, documents, interval, resampled_means, sum_by_prompt
 from ..router.config import CalibrationRow
 from .bounds import mean_upper_bound
-from .splits import TraceTensors
 from .estimates import Decide, decider, estimate, loss_column
+from .splits import TraceTensors
 
 __all__ = [
     "CONFIDENCES",

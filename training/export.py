@@ -170,9 +170,7 @@ def _calibration_source(config: ExportConfig, training: _Training, traces: Trace
         return _Source(split, loaded if back is None else back, chosen_on, exact=own and back is not None)
     if not own:
         return _Source(split, loaded, loaded, exact=False)
-    chosen_on, _ = divide(
-        read_split(traces, training.validation_split, training.reading), training.calibration_share
-    )
+    chosen_on, _ = divide(read_split(traces, training.validation_split, training.reading), training.calibration_share)
     return _Source(split, loaded, chosen_on, exact=split != training.train_split)
 
 

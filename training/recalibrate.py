@@ -17,9 +17,9 @@ from torch import Tensor
 from ..data.resampling import documents
 from ..router.checks import check_choice
 from .calibrate import LOSS_OF_REGIME
-from .splits import TraceTensors
 from .estimates import estimate
 from .isotonic import fit_isotonic
+from .splits import TraceTensors
 
 __all__ = ["RECALIBRATIONS", "Recalibration", "cross_validated_error", "recalibrate"]
 

@@ -151,4 +151,3 @@ def losses_of(correctness: Float[Tensor, "N 2 2"], loss: str) -> tuple[Tensor, T
 
 def _log_loss(probability: Tensor) -> Tensor:
     return probability.clamp_min(math.exp(-LARGEST_LOG_LOSS)).log().neg()
-
