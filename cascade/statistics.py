@@ -65,6 +65,7 @@ class Stats:
     _leading: dict[int, Leading]
     _find_leading: Callable[[int], Leading] | None
     _find_gain: Callable[[], Tensor] | None
+    _find_argmax_gain: Callable[[], Tensor] | None
     _hidden: tuple[Tensor, Tensor] | None
 
     def __init__(
@@ -92,6 +93,7 @@ class Stats:
         leading: Callable[[int], Leading] | None = None,
         hidden: tuple[Tensor, Tensor] | None = None,
         gain: Callable[[], Tensor] | None = None,
+        argmax_gain: Callable[[], Tensor] | None = None,
     ) -> "Stats":
         """Take every field of ``STAT_FIELDS`` as given: the same record, read back from a trace.
 
@@ -100,6 +102,7 @@ class Stats:
             leading: answers `leading` for any K, once each; None where that is not known.
             hidden: both models' hidden states ``[*batch, H]``; None where they are not known.
             gain: answers `expected_gain` ``[*batch]``, once; None where that is not known.
+            argmax_gain: answers `argmax_gain`, once; by default it follows from the columns.
 
         Raises:
             ValueError: a field is missing or unknown.
@@ -110,7 +113,9 @@ class Stats:
             raise ValueError(f"columns: expected the fields of Stats, missing {missing}, unknown {unknown}")
         stats = cls.__new__(cls)
         stats.__dict__.update({name: columns[name] for name in STAT_FIELDS})
-        stats.__dict__.update(_leading={}, _find_leading=leading, _find_gain=gain, _hidden=hidden)
+        stats.__dict__.update(
+            _leading={}, _find_leading=leading, _find_gain=gain, _find_argmax_gain=argmax_gain, _hidden=hidden
+        )
         return stats
 
     @property
@@ -162,6 +167,7 @@ class Stats:
             lambda count: Leading(*(values[index] for values in self.leading(count))),
             hidden,
             lambda: self.expected_gain[index],
+            lambda: self.argmax_gain[index],
         )
 
     def arrange(self, index: Int[Tensor, "*shape"]) -> "Stats":
@@ -176,7 +182,13 @@ class Stats:
         def take(values: Tensor) -> Tensor:
             return values[places].masked_fill(hole.reshape(*hole.shape, *[1] * (values.dim() - 1)), torch.nan)
 
-        return Stats.from_columns({name: take(column) for name, column in self.columns().items()})
+        return Stats.from_columns(
+            {name: take(column) for name, column in self.columns().items()},
+            lambda count: Leading(*map(take, self.leading(count))),
+            None if self._hidden is None else (take(self._hidden[0].float()), take(self._hidden[1].float())),
+            lambda: take(self.expected_gain),
+            lambda: take(self.argmax_gain),
+        )
 
     def greedy(self) -> "Stats":
         """Return the same positions as they are at temperature 0, where q and p are one-hot at their argmax."""
@@ -191,13 +203,9 @@ class Stats:
             "verifier_entropy_processed": zero,
             "verifier_at_draft_processed": agree,
         }
-        # One-hot q and p: the verifier's opinion of its own choice, less that of the drafter's.
-        return Stats.from_columns(
-            columns | changed,
-            self.leading,
-            self._hidden,
-            lambda: columns["verifier_max"] - columns["verifier_at_draft"],
-        )
+        # Where q and p are one-hot, the sample is the argmax.
+        gain = (lambda: self.argmax_gain,) * 2
+        return Stats.from_columns(columns | changed, self.leading, self._hidden, *gain)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Stats is frozen: cannot set {name!r}")
@@ -232,6 +240,15 @@ class Stats:
         if self._find_gain is None:
             raise ValueError("expected_gain: expected positions with both models' likely tokens, got scalars alone")
         return self._find_gain()
+
+    @cached_property
+    def argmax_gain(self) -> Float[Tensor, "*batch"]:
+        """p°(argmax p) − p°(argmax q): how much likelier p's choice is right than q's, if p° is the truth."""
+        if "_draft" in self.__dict__:
+            return self._verifier_raw.at(self._verifier.argmax) - self.verifier_at_draft
+        if self._find_argmax_gain is None:
+            return self.verifier_max - self.verifier_at_draft
+        return self._find_argmax_gain()
 
     @cached_property
     def draft_max(self) -> Float[Tensor, "*batch"]:

@@ -192,15 +192,24 @@ class Columns:
         """The record of these positions in which the opinion stands for the verifier's confidences.
 
         Everything that reads q and p as they are sampled from, D_TV(p, q) above all, stays as logged; so does what
-        reads the drafter alone.
+        reads the drafter alone. The gains are those of the tokens that q and p emit, as the opinion sees them.
         """
         block, columns = self.sampled_blocks["apart"], logged.columns()
-        return Stats.from_columns(
-            {
-                name: getattr(block.stats, name)[0] if name in _OPINION_FIELDS else column
-                for name, column in columns.items()
-            }
+        believed = {
+            name: getattr(block.stats, name)[0] if name in _OPINION_FIELDS else column
+            for name, column in columns.items()
+        }
+        return Stats.from_columns(believed, gain=self._expected_gain, argmax_gain=self._argmax_gain)
+
+    def _expected_gain(self) -> Tensor:
+        seen = ~(self.is_label & self.label_unlogged)
+        return (seen * self.opinion * (self.verifier - self.draft)).sum(dim=-1)
+
+    def _argmax_gain(self) -> Tensor:
+        ours, theirs = (
+            self.opinion.gather(-1, side.argmax(dim=-1, keepdim=True))[:, 0] for side in (self.verifier, self.draft)
         )
+        return ours - theirs
 
 
 def _place_label(ids: Tensor, label: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:

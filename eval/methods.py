@@ -42,7 +42,7 @@ LOSS_NOTES: dict[str, str] = {
 REPLAY_LOSSES: tuple[str, ...] = tuple(LOSS_NOTES)
 DEFAULT_LOSSES: tuple[str, ...] = ("zero_one", "sampled", "greedy")
 COLDER = (0.1, 0.5, 0.7)
-INNER_RULES = ("greedyward", "token_v3", "learned_lossy", "opt")
+INNER_RULES = ("greedyward", "token_v2", "token_v3", "learned_lossy")
 """The rules that a token-level router's belief is handed to, one method each."""
 
 _EDGE = 1e-6
@@ -200,8 +200,9 @@ def router_methods(directory: str, name: str = "router", label: str = "Router") 
         return [router_method(directory, name, label)]
     from ..router.token_router import TokenRouter
 
-    router = TokenRouter.from_pretrained(directory, rule=INNER_RULES[0], alpha=0.0)
-    return [_token_method(router, inner, directory, name, label) for inner in INNER_RULES]
+    router = TokenRouter.from_pretrained(directory, alpha=0.0)
+    tokens = [_token_method(router, inner, directory, name, label) for inner in INNER_RULES]
+    return [_choosing_method(router, directory, name, label), *tokens]
 
 
 def router_method(directory: str, name: str = "router", label: str = "Router") -> Method:
@@ -222,6 +223,17 @@ def router_method(directory: str, name: str = "router", label: str = "Router") -
 
     losses = tuple(loss for loss in REPLAY_LOSSES if loss in routers)
     return Method(name, label, "router", -math.inf, math.inf, build, losses, directory)
+
+
+def _choosing_method(router: Any, directory: str, name: str, label: str) -> Method:
+    """Describe the choice between q and p that a belief makes: of the argmaxes under 0-1 loss, of samples elsewhere."""
+
+    def build(alpha: float, loss: str) -> TargetRule:
+        built: TargetRule = router.with_rule("verifier_gap" if loss == "zero_one" else "expected_gain", alpha)
+        return built
+
+    losses = tuple(loss for loss in REPLAY_LOSSES if loss != "log")
+    return Method(name, label, "router", 0.0, math.inf, build, losses, directory)
 
 
 def _token_method(router: Any, inner: str, directory: str, name: str, label: str) -> Method:

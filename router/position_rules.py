@@ -205,7 +205,7 @@ class BiLDStar(PositionRule):
 
 @dataclass(frozen=True)
 class VerifierGap(PositionRule):
-    """Defer where max p° − p°(argmax q°) > α·D_TV(p, q), α ≥ 0.
+    """Defer where p°(argmax p) − p°(argmax q) > α·D_TV(p, q), α ≥ 0; the first term is max p°.
 
     OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training.
     """
@@ -219,7 +219,10 @@ class VerifierGap(PositionRule):
 
     def defer(self, stats: Stats) -> Bool[Tensor, "*batch"]:
         """Decide from what the verifier thinks is lost with the drafter's choice."""
-        gain = _verifier_max(stats, self.confidence) - _verifier_at_draft(stats, self.confidence)
+        if self.confidence == "raw":
+            gain = stats.argmax_gain
+        else:
+            gain = stats.verifier_max_processed - stats.verifier_at_draft_processed
         return gain > self.alpha * _tv(stats, self.tv)
 
 
