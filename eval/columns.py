@@ -188,7 +188,7 @@ class Columns:
         ceiling = torch.minimum(self.verifier_ceiling * scale, left)
         return replace(self, opinion=opinion, verifier_ceiling=ceiling, opinion_tail=left)
 
-    def believed_stats(self, logged: Stats) -> Stats:
+    def believed_stats(self, logged: Stats, greedy: bool) -> Stats:
         """The record of these positions in which the opinion stands for the verifier's confidences.
 
         Everything that reads q and p as they are sampled from, D_TV(p, q) above all, stays as logged; so does what
@@ -199,7 +199,8 @@ class Columns:
             name: getattr(block.stats, name)[0] if name in _OPINION_FIELDS else column
             for name, column in columns.items()
         }
-        return Stats.from_columns(believed, gain=self._expected_gain, argmax_gain=self._argmax_gain)
+        gain = self._argmax_gain if greedy else self._expected_gain
+        return Stats.from_columns(believed, gain=gain, argmax_gain=self._argmax_gain)
 
     def _expected_gain(self) -> Tensor:
         seen = ~(self.is_label & self.label_unlogged)

@@ -253,8 +253,8 @@ class _Chunk:
             return replay_columns(rule, self.columns, greedy, bounds)
         believed, inner = self._believe(rule), rule.inner
         if hasattr(inner, "defer"):
-            stats = believed.believed_stats(self.stats)
-            inner = Fixed(inner.defer(stats.greedy() if greedy else stats).unsqueeze(0))
+            logged = self.stats.greedy() if greedy else self.stats
+            inner = Fixed(inner.defer(believed.believed_stats(logged, greedy)).unsqueeze(0))
         return replay_columns(inner, believed, greedy, bounds)
 
     def _believe(self, router: Any) -> Columns:
