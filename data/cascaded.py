@@ -87,9 +87,9 @@ def build_rule(config: CascadeConfig, identity: PairIdentity) -> TargetRule:
     """
     if config.router is None:
         return rules.get(config.rule, **config.parameters)
-    from ..router.learned import LearnedRouter  # onnx is slow to import, and needed here alone
+    from ..router.loading import load_router  # onnx is slow to import, and needed here alone
 
-    router = LearnedRouter.from_pretrained(config.router, alpha=config.alpha)
+    router = load_router(config.router, config.alpha)
     router.check_pair(**asdict(identity))
     return router
 

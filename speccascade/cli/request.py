@@ -32,6 +32,8 @@ class GenerateConfig:
         rule: a plug-in rule by name, such as specdecode, chow, diff, opt, token_v3 or lossy.
         rule_options: further parameters of the rule, as in --rule ensemble --rule-options.weight 0.5.
         router: folder or hub id of a trained router.
+        router_rule: which rule reads what a token-level router believes, such as greedyward or token_v2 (give --alpha
+            too); by default the router chooses between the two models.
         alpha: the price of a rejection, for --rule or --router; default of a router: the one stored in it.
         budget: choose the router's α from its calibration, so that it stays within this budget.
         budget_kind: what the budget is: rejection, the share of drafted tokens rejected; deferral, the share of
@@ -63,6 +65,7 @@ class GenerateConfig:
     rule: str | None = None
     rule_options: dict[str, float] = field(default_factory=dict)
     router: str | None = None
+    router_rule: str | None = None
     alpha: float | None = None
     budget: float | None = None
     budget_kind: str = "rejection"
@@ -130,6 +133,8 @@ def _refuse_idle_options(config: GenerateConfig) -> None:
     """Refuse what would be dropped without a word: options of a rule or a cascade where there is none."""
     if config.rule_options and config.rule is None:
         raise UsageError("--rule-options: only a rule takes them; give --rule")
+    if config.router_rule is not None and (config.rule is not None or config.alone is not None):
+        raise UsageError("--router-rule: only a router takes one; give --router")
     if config.alone is not None and config.alpha is not None:
         raise UsageError("--alpha: a model alone defers to nobody; give --rule or --router")
     if config.alone is not None and config.gamma != GenerateConfig.gamma:

@@ -14,7 +14,8 @@ from ..data.encoding import encode_prompt, end_token_ids
 from ..data.pairs import Pair, PairConfig, load_pair
 from ..data.prompts import PromptConfig
 from ..router import rules
-from ..router.learned import LearnedRouter
+from ..router.bundled import Bundled
+from ..router.loading import load_router
 from .request import GenerateConfig, budget_arguments, rule_parameters
 from .shell import UsageError
 
@@ -79,16 +80,16 @@ def load_writer(config: GenerateConfig) -> tuple[GenerateConfig, Writer]:
     return config, Writer(config, pair, _make_model(config, pair, router))
 
 
-def _load_router(config: GenerateConfig) -> LearnedRouter | None:
+def _load_router(config: GenerateConfig) -> Bundled | None:
     if config.router is None:
         return None
-    router = LearnedRouter.from_pretrained(config.router, alpha=config.alpha)
+    router: Bundled = load_router(config.router, config.alpha, config.router_rule)
     if config.budget is not None:
         router = router.with_budget(**budget_arguments(config), greedy=config.temperature == 0)
     return router
 
 
-def _with_models(config: GenerateConfig, router: LearnedRouter | None) -> GenerateConfig:
+def _with_models(config: GenerateConfig, router: Bundled | None) -> GenerateConfig:
     """Fill in the pair that a router was trained for, or the demo's."""
     if router is not None:
         own = (router.config.drafter, router.config.verifier)
@@ -99,7 +100,7 @@ def _with_models(config: GenerateConfig, router: LearnedRouter | None) -> Genera
     return replace(config, drafter=config.drafter or own[0], verifier=config.verifier or own[1])
 
 
-def _make_model(config: GenerateConfig, pair: Pair, router: LearnedRouter | None) -> SpeculativeCascade | SingleModel:
+def _make_model(config: GenerateConfig, pair: Pair, router: Bundled | None) -> SpeculativeCascade | SingleModel:
     if config.alone == "drafter":
         return SingleModel(pair.drafter, role="drafter", vocab_size=pair.vocab_size)
     if config.alone == "verifier":
