@@ -6,8 +6,7 @@ Knows no decision.
 import os
 import tempfile
 from dataclasses import replace
-
-from typing_extensions import Self
+from typing import TypeVar
 
 from ..cascade.statistics import Stats
 from .budgets import choose_row
@@ -17,6 +16,8 @@ from .drift import DriftReport, DriftWatch
 from .features import needs_hidden
 
 __all__ = ["Bundled"]
+
+Router = TypeVar("Router", bound="Bundled")
 
 
 class Bundled:
@@ -40,13 +41,13 @@ class Bundled:
         """How long it expects the drafter's and the verifier's hidden state; nothing if it reads none."""
         return self.config.hidden_sizes
 
-    def with_alpha(self, alpha: float) -> Self:
+    def with_alpha(self: Router, alpha: float) -> Router:
         """Return the same router at another α; the head is shared, and asked once for all of them."""
-        changed: Self = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
+        changed: Router = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
         return changed
 
     def with_budget(
-        self,
+        self: Router,
         *,
         rejection: float | None = None,
         deferral: float | None = None,
@@ -56,7 +57,7 @@ class Bundled:
         gamma: int | None = None,
         cost_ratio: float | None = None,
         greedy: bool = False,
-    ) -> Self:
+    ) -> Router:
         """Return the router at the α that its calibration holds best within a budget; give one of the first four.
 
         The choice is among measured rows; nothing is interpolated. ``router.with_budget(quality_drop=0.02)`` defers so
