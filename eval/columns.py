@@ -172,11 +172,11 @@ class Columns:
         gets its share of the believed tail, in proportion to p, and so does the largest token that the tail can hold.
 
         Args:
-            router: has ``belief_over(draft [N, K], verifier [N, K], stats) -> (belief [N, K], tail [N])``.
+            router: has ``belief_over(draft [N, K], verifier [N, K], tokens [N, K], stats) -> (belief, tail [N])``.
             stats: of these positions.
         """
         ids, draft, verifier = self.logged
-        belief, tail = router.belief_over(draft, verifier, stats)
+        belief, tail = router.belief_over(draft, verifier, ids, stats)
         unlogged = (1 - verifier.sum(dim=-1)).clamp_min(0)
         scale = torch.where(unlogged > NEGLIGIBLE, tail / unlogged.clamp_min(NEGLIGIBLE), 0.0)
         label = self.ids.gather(-1, self.is_label.int().argmax(dim=-1, keepdim=True))

@@ -110,6 +110,7 @@ class RouterConfig:
     context: int = 0
     top_k: int = 0
     rank: int = 0
+    token_rank: int = 0
     int8: bool = False
     alpha_meaning: str = ALPHA_MEANING
     opset: int = 0
@@ -261,6 +262,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "context": (int,),
     "top_k": (int,),
     "rank": (int,),
+    "token_rank": (int,),
     "int8": (bool,),
     "opset": (int,),
     "versions": (dict,),

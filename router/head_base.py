@@ -40,6 +40,8 @@ class HeadSpec:
         feature_set: which statistics it reads, a key of ``FEATURE_SETS``.
         hidden: widths of its hidden layers, for kinds that have some.
         hidden_sizes: of the two models' hidden states, for a feature set that reads them.
+        token_rank: length of the vectors that a head that reads tokens learns of each of them; 0: it does not tell them
+            apart.
         rank: how many directions of each hidden state it reads, instead of every number of them; 0: every number.
         losses: one output column each, distinct and in this order.
         context: how many positions an estimate reads, its own included, for kinds that read order; 0: the default of
@@ -59,6 +61,7 @@ class HeadSpec:
     top_k: int = 0
     hidden_sizes: tuple[int, ...] = ()
     rank: int = 0
+    token_rank: int = 0
 
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, ESTIMATORS)
@@ -77,6 +80,8 @@ class HeadSpec:
         if self.rank < 0 or self.rank > min(self.hidden_sizes, default=0):
             most = f"0 to {min(self.hidden_sizes)}" if self.hidden_sizes else "0 for features without hidden states"
             raise ValueError(f"rank: expected {most}, got {self.rank}")
+        if self.token_rank < 0 or (self.token_rank and self.kind != "pooled"):
+            raise ValueError(f"token_rank: expected 0, or above 0 for kind 'pooled' alone, got {self.token_rank}")
         if self.context < 0:
             raise ValueError(f"context: expected a number >= 0, got {self.context}")
 
@@ -164,8 +169,10 @@ class Head(nn.Module):
         """Store which directions of the normalised hidden states are read; they are not trained.
 
         Raises:
-            ValueError: shapes other than those of the spec.
+            ValueError: shapes other than those of the spec, or a spec without a rank.
         """
+        if not len(self.directions):
+            raise ValueError("directions: expected none for a head of rank 0, got some")
         for name, own, values in zip(("draft", "verifier"), self.directions, (draft, verifier), strict=True):
             if values.shape != own.shape:
                 raise ValueError(f"{name}: expected shape {list(own.shape)}, got {list(values.shape)}")

@@ -2,26 +2,27 @@
 
 log P̂(v) = a(s)·log q°(v) + b(s)·log p°(v) + c(s)·f(v) + const over the union of both models' most probable tokens and
 one more bucket, the *tail*, that stands for all other tokens; a, b, c are small functions of the position's features s.
-Inside the tail P̂ follows p°. Untrained it is p° itself, so training can only move away from the plug-in.
+Inside the tail P̂ follows p°. Untrained it is p° itself, so training can only move away from the plug-in. Where the head
+tells tokens apart, what training learned about each (`TokenTable`) is added to its score.
 
-Knows no rule, no token's identity and no file. Source: logarithmic opinion pools (Genest and Zidek, Statistical Science
-1986); "Rules that believe a trained estimate" in docs/theory.md.
+Knows no rule and no file. Source: logarithmic opinion pools (Genest and Zidek, Statistical Science 1986); "Rules that
+believe a trained estimate" in docs/theory.md.
 
 Shapes: ``N`` position, ``F`` feature, ``K`` candidate; the last axis of candidates is the model (q°, p°).
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .checks import check_range
 from .examples import Examples
 from .head_base import Head, HeadSpec, Signature, stack_layers
+from .token_table import TokenTable
 
-__all__ = ["LOG_NOTHING", "TAIL_FLOOR", "PooledEstimator", "pooled_spec"]
+__all__ = ["LOG_NOTHING", "TAIL_FLOOR", "PooledEstimator"]
 
 CANDIDATE_FLOOR = 1e-8
 """Logarithms of candidates are taken no lower: one model's zero is a strong opinion, not a veto."""
@@ -55,7 +56,7 @@ class PooledEstimator(Head):
     Raises:
         ValueError: another estimator or loss, a context, a width below one, or a `top_k` below two.
 
-    >>> head = PooledEstimator(pooled_spec("draft_only", hidden=(8,)))
+    >>> head = PooledEstimator(HeadSpec("pooled", "pooled", "draft_only", (8,), losses=("log",), top_k=2))
     >>> belief = head(torch.zeros(1, head.width), torch.tensor([[[0.1, 0.7], [0.6, 0.2]]])).exp()
     >>> [round(value, 3) for value in belief[0].tolist()]
     [0.7, 0.2, 0.1]
@@ -73,6 +74,7 @@ class PooledEstimator(Head):
         self.trunk = stack_layers(spec.columns, spec.hidden, len(OPINIONS) + 3)
         with torch.no_grad():  # b = 1, all else 0: P̂ = p°
             self.trunk[-1].bias[1] = LARGEST_WEIGHT * math.atanh(1 / LARGEST_WEIGHT)
+        self.table = TokenTable(spec.columns, spec.token_rank) if spec.token_rank else None
 
     @property
     def gap_losses(self) -> tuple[str, ...]:
@@ -87,15 +89,17 @@ class PooledEstimator(Head):
         """
         if examples.candidates is None:
             raise ValueError("candidates: expected them for a pooled head, got examples without")
-        belief = self(examples.features, examples.candidates).exp()[:, :-1]
+        belief = self(*self._inputs(examples)).exp()[:, :-1]
         draft, verifier = examples.candidates.unbind(dim=-1)
         best = [belief.gather(-1, side.argmax(dim=-1, keepdim=True))[:, 0] for side in (draft, verifier)]
         return torch.stack([best[1] - best[0], (belief * (verifier - draft)).sum(dim=-1)], dim=-1)
 
     @property
     def signature(self) -> Signature:
-        """Features [N, F] and candidates [N, K, 2] to log P̂ [N, K+1]."""
+        """Features [N, F], candidates [N, K, 2] and, where it tells them apart, their ids [N, K], to log P̂ [N, K+1]."""
         inputs: dict[str, tuple[str | int, ...]] = {"features": ("N", self.width), "candidates": ("N", "K", 2)}
+        if self.reads_tokens:
+            inputs["tokens"] = ("N", "K")
         return Signature(inputs, {"log_belief": ("N", "K+1")})
 
     def arrange(self, features: Float[Tensor, "N F"], generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -104,20 +108,41 @@ class PooledEstimator(Head):
         pair = (sharpness * torch.randn(2, len(features), 40, generator=generator)).softmax(dim=-1)
         candidates = pair[..., :32].movedim(0, -1)
         padding = torch.arange(32) >= torch.randint(1, 33, (len(features), 1), generator=generator)
-        return features, candidates.masked_fill(padding.unsqueeze(-1), 0.0)
+        candidates = candidates.masked_fill(padding.unsqueeze(-1), 0.0)
+        if self.table is None:
+            return features, candidates
+        return features, candidates, torch.randint(len(self.table.rows), padding.shape, generator=generator)
 
-    def forward(self, features: Float[Tensor, "N F"], candidates: Float[Tensor, "N K 2"]) -> Float[Tensor, "N K+1"]:
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it tells tokens apart."""
+        return self.table is not None
+
+    def forward(
+        self,
+        features: Float[Tensor, "N F"],
+        candidates: Float[Tensor, "N K 2"],
+        tokens: Int[Tensor, "N K"] | None = None,
+    ) -> Float[Tensor, "N K+1"]:
         """Estimate log P̂ of every candidate and, last, of the tail.
 
         Args:
             features: as ``build_features`` returns them; NaN is replaced by the training mean.
             candidates: q° and p° of each; one that both hold impossible is padding and gets `LOG_NOTHING`.
+            tokens: their ids, where the head tells tokens apart.
+
+        Raises:
+            ValueError: ids are missing, or given to a head that does not read them.
         """
+        if (tokens is None) == self.reads_tokens:
+            raise ValueError(f"tokens: expected {'their ids' if self.reads_tokens else 'none'}, got the other")
         logs, opinions = _opinions(candidates)
-        weights = self._weights(features).unsqueeze(1)
+        columns = self.normalise(features)
+        weights = self._weights(columns).unsqueeze(1)
         pooled = (weights[..., :2] * logs).sum(dim=-1) + (weights[..., 2:-1] * opinions).sum(dim=-1)
         real = candidates.amax(dim=-1) > 0
-        scores = torch.where(real, pooled[:, :-1], UNREAL)
+        scores = pooled[:, :-1] if self.table is None else pooled[:, :-1] + self.table(columns, tokens)
+        scores = torch.where(real, scores, UNREAL)
         tail = pooled[:, -1:] + weights[..., -1]
         return torch.cat([scores, tail], dim=-1).log_softmax(dim=-1).clamp_min(LOG_NOTHING)
 
@@ -136,12 +161,16 @@ class PooledEstimator(Head):
         for name, values in (("truth", truth), ("weight", examples.weight)):
             if values is not None and values.shape != (len(features),):
                 raise ValueError(f"{name}: expected shape [{len(features)}], got {list(values.shape)}")
-        error = -self(features, candidates).gather(-1, truth.unsqueeze(-1)).squeeze(-1)
+        error = -self(*self._inputs(examples)).gather(-1, truth.unsqueeze(-1)).squeeze(-1)
         return error.mean() if examples.weight is None else (error * examples.weight).sum() / examples.weight.sum()
 
-    def _weights(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N W"]:
+    def _inputs(self, examples: Examples) -> tuple[Tensor | None, ...]:
+        inputs = examples.features, examples.candidates
+        return (*inputs, examples.tokens) if self.reads_tokens else inputs
+
+    def _weights(self, columns: Float[Tensor, "N C"]) -> Float[Tensor, "N W"]:
         """Return a, b, c and d of each position."""
-        weights: Tensor = self.trunk(self.normalise(features))
+        weights: Tensor = self.trunk(columns)
         return LARGEST_WEIGHT * (weights / LARGEST_WEIGHT).tanh()
 
 
@@ -155,12 +184,3 @@ def _opinions(candidates: Float[Tensor, "N K 2"]) -> tuple[Float[Tensor, "N K+1 
     doubtful = logs.amin(dim=-1, keepdim=True)
     mixed = (logs.exp().mean(dim=-1, keepdim=True)).log()
     return logs, torch.cat([named_by, doubtful, mixed], dim=-1)
-
-
-def pooled_spec(feature_set: str = "verified", hidden: Sequence[int] = (64, 64), top_k: int = 16) -> HeadSpec:
-    """Describe a pooled head; ``build_head`` makes it.
-
-    Raises:
-        ValueError: an unknown feature set.
-    """
-    return HeadSpec("pooled", "pooled", feature_set, tuple(hidden), ("log",), top_k=top_k)

@@ -41,7 +41,7 @@ class TorchHead:
         if self.head.feature_mean.device != inputs[0].device:
             self.head.to(inputs[0].device)
         with torch.no_grad():
-            outputs: Tensor = self.head(*(values.float() for values in inputs))
+            outputs: Tensor = self.head(*map(_as_head_reads, inputs))
         return outputs
 
     def __repr__(self) -> str:
@@ -80,12 +80,17 @@ class OnnxHead:
         """
         if len(inputs) != len(self._names):
             raise ValueError(f"inputs: expected {', '.join(self._names)}, got {len(inputs)} tensors")
-        arrays = [values.detach().to("cpu", torch.float32).numpy() for values in inputs]
+        arrays = [_as_head_reads(values.detach()).cpu().numpy() for values in inputs]
         outputs = torch.from_numpy(self._session.run(self._output, dict(zip(self._names, arrays, strict=True)))[0])
         return outputs if inputs[0].device.type == "cpu" else outputs.to(inputs[0].device)
 
     def __repr__(self) -> str:
         return f"OnnxHead({self.metadata.get('feature_set', '?')}, {self.metadata.get('estimator', '?')})"
+
+
+def _as_head_reads(values: Tensor) -> Tensor:
+    """Numbers as float32, ids as int64."""
+    return values.float() if values.is_floating_point() else values.long()
 
 
 def _parse(content: bytes) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..cascade.blocks import VerifyBlock
@@ -124,6 +124,9 @@ class TokenRouter(Bundled):
         if self.rule != CALIBRATED_RULE:
             raise ValueError(f"with_budget: this router is calibrated for {CALIBRATED_RULE!r}, got rule {self.rule!r}")
 
+    def _price(self) -> float:
+        return self.alpha if self.rule == CALIBRATED_RULE else self.config.default_alpha
+
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""
         target: Tensor = self.inner.target(self.believe(block))
@@ -147,13 +150,18 @@ class TokenRouter(Bundled):
         return replace(block, verifier_raw=belief)
 
     def belief_over(
-        self, draft: Float[Tensor, "N K"], verifier: Float[Tensor, "N K"], stats: Stats
+        self,
+        draft: Float[Tensor, "N K"],
+        verifier: Float[Tensor, "N K"],
+        tokens: Int[Tensor, "N K"],
+        stats: Stats,
     ) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N"]]:
         """Estimate P̂ of candidates and of all other tokens together, live or from a trace.
 
         Args:
             draft: q° of the union of both models' most probable tokens; 0 for padding.
             verifier: p° of the same tokens.
+            tokens: their ids; anything for padding.
             stats: of the same N positions, in any shape.
 
         Returns:
@@ -161,13 +169,14 @@ class TokenRouter(Bundled):
         """
         features = build_features(stats, self.config.feature_set)
         candidates = torch.stack([draft, verifier], dim=-1)
-        belief = self.runtime(features.reshape(-1, features.shape[-1]), candidates).exp()
+        told = (tokens.clamp_min(0),) if self.config.token_rank else ()
+        belief = self.runtime(features.reshape(-1, features.shape[-1]), candidates, *told).exp()
         return belief[:, :-1].masked_fill(candidates.amax(dim=-1) == 0, 0), belief[:, -1]
 
     def _ask(self, block: VerifyBlock) -> Belief:
         # Before the statistics: these read their maxima from what is found here.
         found = find_candidates(block.draft_raw, block.verifier_raw, self.config.top_k)
-        flat = found.draft.flatten(0, 1), found.verifier.flatten(0, 1)
+        flat = (columns.flatten(0, 1) for columns in (found.draft, found.verifier, found.tokens))
         belief, tail = self.belief_over(*flat, block.stats)
         verifier_tail = (1 - found.verifier.sum(dim=-1)).clamp_min(TAIL_FLOOR)
         cut = block.draft_raw is not block.draft or block.verifier_raw is not block.verifier

@@ -6,6 +6,7 @@ Splits are those of the traces, made by prompt; a text that stands in two of the
 from pathlib import Path
 
 import pytorch_lightning as pl
+import torch
 from jaxtyping import Float
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
@@ -140,6 +141,22 @@ class TraceDataModule(pl.LightningDataModule):
         if not needs_hidden(self.feature_set):
             return ()
         return Traces.open(self.traces_dir, check=False).hidden_sizes
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the pair shares."""
+        return Traces.open(self.traces_dir, check=False).manifest.plan.vocab_size
+
+    def frequent_tokens(self, least: int) -> Tensor:
+        """Ids of the tokens that are a label or a model's choice at as many training positions, ascending."""
+        assert self.train is not None, "setup comes first"
+        counts = torch.zeros(self.vocab_size, dtype=torch.long)
+        for piece in [self.train.examples] if isinstance(self.train, TraceTensors) else self.train.pieces():
+            assert piece.candidates is not None and piece.tokens is not None and piece.truth is not None
+            named = [piece.candidates[..., model].argmax(dim=-1) for model in (0, 1)]
+            for place in (*named, piece.truth[:, None].clamp_max(piece.tokens.shape[1] - 1)[:, 0]):
+                counts += torch.bincount(piece.tokens.gather(1, place[:, None])[:, 0].long(), minlength=len(counts))
+        return (counts >= least).nonzero()[:, 0]
 
     @property
     def top_k(self) -> int:

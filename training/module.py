@@ -24,6 +24,9 @@ __all__ = ["RouterModule"]
 
 DEFAULT_LOSSES = ("zero_one", "sampled")
 
+_LEAST = 5
+"""Positions that a token must be named at in training to be told apart."""
+
 _SAMPLE = 20_000
 """Positions that the directions of hidden states are found on."""
 
@@ -43,6 +46,8 @@ class RouterModule(pl.LightningModule):
         context: how many positions `attention` reads, the one that it decides on included (0: eight); 0 for all others.
         rank: how many directions of each model's hidden state are read (principal components of the training
             positions); 0 reads every number of them.
+        token_rank: for `pooled`: length of the vector that is learned for every token that training meets often, so that
+            the estimate may depend on which token a candidate is; 0 does not tell tokens apart.
         dropout: share of the hidden layers' outputs that is left out in each training step.
         hidden_sizes: of the hidden states; decided by the traces.
         top_k: how many tokens of each model are candidates; decided by the traces.
@@ -65,6 +70,7 @@ class RouterModule(pl.LightningModule):
         losses: tuple[str, ...] = DEFAULT_LOSSES,
         context: int = 0,
         rank: int = 0,
+        token_rank: int = 0,
         dropout: float = 0.0,
         hidden_sizes: tuple[int, ...] = (),
         top_k: int = 0,
@@ -81,7 +87,16 @@ class RouterModule(pl.LightningModule):
         if kind == "pooled" and tuple(losses) == DEFAULT_LOSSES:
             losses = ("log",)  # what it is trained by; the gaps of both losses follow from it
         spec = HeadSpec(
-            kind, estimator, feature_set, tuple(hidden), tuple(losses), context, top_k, tuple(hidden_sizes), rank
+            kind,
+            estimator,
+            feature_set,
+            tuple(hidden),
+            tuple(losses),
+            context,
+            top_k,
+            tuple(hidden_sizes),
+            rank,
+            token_rank,
         )
         self.head: Any = build_head(spec)
         _set_dropout(self.head, dropout)
@@ -103,6 +118,8 @@ class RouterModule(pl.LightningModule):
         self.head.set_normalisation(*data.normalisation())
         if self.head.spec.rank:
             self.head.set_directions(*_find_directions(self.head, data))
+        if self.head.spec.token_rank:
+            self.head.table.set_tokens(data.frequent_tokens(_LEAST), data.vocab_size, data.seed)
         self.measured = metrics_for(self.head, data.preview(), self.prices).to(self.device)
         if self.fits_itself:
             self.trainer.fit_loop.max_epochs = 1

@@ -85,7 +85,7 @@ class TraceTensors:
     """One split of the traces, ready for a head.
 
     `tv` is D_TV(p, q) at the temperature of the traces, `agree` 1 where both models prefer the same token,
-    `prompt_index` counts within the split; `weight`, `candidates` and `truth` are those of `Examples`.
+    `prompt_index` counts within the split; `weight`, `candidates`, `tokens` and `truth` are those of `Examples`.
     """
 
     features: Float[Tensor, "N F"]
@@ -96,6 +96,7 @@ class TraceTensors:
     prompt_ids: tuple[str, ...]
     weight: Float[Tensor, "N"] | None = None
     candidates: Float[Tensor, "N K 2"] | None = None
+    tokens: Int[Tensor, "N K"] | None = None
     truth: Int[Tensor, "N"] | None = None
 
     def __len__(self) -> int:
@@ -104,7 +105,7 @@ class TraceTensors:
     @property
     def examples(self) -> Examples:
         """All positions, as heads learn from them."""
-        return Examples(self.features, self.correctness, self.tv, self.weight, self.candidates, self.truth)
+        return Examples(self.features, self.correctness, self.tv, self.weight, self.candidates, self.tokens, self.truth)
 
     def normalisation(self) -> Normalisation:
         """Mean and deviation of every feature, missing values (NaN) left out."""
@@ -289,7 +290,7 @@ def document_weights(positions: Tensor, weight: str, seed: int) -> Float[Tensor,
 
 def _tensors_of(part: TraceSplit, reading: Reading) -> TraceTensors:
     correctness, weight = part.correctness.float(), None
-    candidates, truth = _candidates_of(part) if reading.candidates else (None, None)
+    candidates, tokens, truth = _candidates_of(part) if reading.candidates else (None, None, None)
     tried = None
     if reading.labels == "outcome":
         if part.outcomes is None:
@@ -309,26 +310,28 @@ def _tensors_of(part: TraceSplit, reading: Reading) -> TraceTensors:
         prompt_ids=part.prompt_ids,
         weight=weight,
         candidates=candidates,
+        tokens=tokens,
         truth=truth,
     )
     return tensors if tried is None or reading.whole_prompts else tensors.take(tried)
 
 
-def _candidates_of(part: TraceSplit) -> tuple[Tensor, Tensor]:
-    """q and p of the logged union ``[N, K, 2]``, and which of it the label is ``[N]``, K where it is none."""
+def _candidates_of(part: TraceSplit) -> tuple[Tensor, Tensor, Tensor]:
+    """q and p of the logged union ``[N, K, 2]``, its ids ``[N, K]``, and which of it the label is ``[N]``, K where it is none."""
     hit = part.topk_ids == part.label[:, None]
     truth = torch.where(hit.any(dim=1), hit.long().argmax(dim=1), hit.shape[1])
-    return torch.stack([part.topk_q, part.topk_p], dim=-1).float(), truth
+    return torch.stack([part.topk_q, part.topk_p], dim=-1).float(), part.topk_ids.clamp_min(0).int(), truth
 
 
 def _widened(piece: TraceTensors, width: int) -> TraceTensors:
     """The same positions with room for `width` candidates; "none of them" moves behind the last."""
-    if piece.candidates is None or piece.truth is None:
+    if piece.candidates is None or piece.tokens is None or piece.truth is None:
         return piece
     missing = width - piece.candidates.shape[1]
     none = piece.truth == piece.candidates.shape[1]
     candidates = functional.pad(piece.candidates, (0, 0, 0, missing))
-    return replace(piece, candidates=candidates, truth=piece.truth.masked_fill(none, width))
+    tokens = functional.pad(piece.tokens, (0, missing))
+    return replace(piece, candidates=candidates, tokens=tokens, truth=piece.truth.masked_fill(none, width))
 
 
 def _number(piece: TraceTensors, numbers: dict[str, int]) -> Tensor:
