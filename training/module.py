@@ -46,8 +46,8 @@ class RouterModule(pl.LightningModule):
         context: how many positions `attention` reads, the one that it decides on included (0: eight); 0 for all others.
         rank: how many directions of each model's hidden state are read (principal components of the training
             positions); 0 reads every number of them.
-        token_rank: for `pooled`: length of the vector that is learned for every token that training meets often, so that
-            the estimate may depend on which token a candidate is; 0 does not tell tokens apart.
+        token_rank: for `pooled`: length of the vector that is learned for every token that training meets often, so
+            that the estimate may depend on which token a candidate is; 0 does not tell tokens apart.
         dropout: share of the hidden layers' outputs that is left out in each training step.
         hidden_sizes: of the hidden states; decided by the traces.
         top_k: how many tokens of each model are candidates; decided by the traces.

@@ -317,7 +317,7 @@ def _tensors_of(part: TraceSplit, reading: Reading) -> TraceTensors:
 
 
 def _candidates_of(part: TraceSplit) -> tuple[Tensor, Tensor, Tensor]:
-    """q and p of the logged union ``[N, K, 2]``, its ids ``[N, K]``, and which of it the label is ``[N]``, K where it is none."""
+    """q and p of the logged union ``[N, K, 2]``, its ids ``[N, K]``, and which of them the label is ``[N]``, or K."""
     hit = part.topk_ids == part.label[:, None]
     truth = torch.where(hit.any(dim=1), hit.long().argmax(dim=1), hit.shape[1])
     return torch.stack([part.topk_q, part.topk_p], dim=-1).float(), part.topk_ids.clamp_min(0).int(), truth
