@@ -17,7 +17,8 @@ from .features import needs_hidden
 
 __all__ = ["Bundled"]
 
-Router = TypeVar("Router", bound="Bundled")
+# No `Self`: the checker of shapes in the tests decorates functions, and knows it inside decorated classes alone.
+Own = TypeVar("Own", bound="Bundled")
 
 
 class Bundled:
@@ -41,13 +42,13 @@ class Bundled:
         """How long it expects the drafter's and the verifier's hidden state; nothing if it reads none."""
         return self.config.hidden_sizes
 
-    def with_alpha(self: Router, alpha: float) -> Router:
-        """Return the same router at another α; the head is shared, and asked once for all of them."""
-        changed: Router = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
+    def with_alpha(self: Own, alpha: float) -> Own:
+        """Return the same router at another α; the head and its answers are shared."""
+        changed: Own = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
         return changed
 
     def with_budget(
-        self: Router,
+        self: Own,
         *,
         rejection: float | None = None,
         deferral: float | None = None,
@@ -57,7 +58,7 @@ class Bundled:
         gamma: int | None = None,
         cost_ratio: float | None = None,
         greedy: bool = False,
-    ) -> Router:
+    ) -> Own:
         """Return the router at the α that its calibration holds best within a budget; give one of the first four.
 
         The choice is among measured rows; nothing is interpolated. ``router.with_budget(quality_drop=0.02)`` defers so
@@ -91,6 +92,10 @@ class Bundled:
             cost_ratio=cost_ratio,
         )
         return self.with_alpha(row.alpha)
+
+    def _price(self) -> float:
+        """The α that a saved bundle gets as its default."""
+        return self.alpha
 
     def _check_calibrated(self) -> None:
         """Raise ValueError where the stored calibration is not about what decides here."""
@@ -138,11 +143,11 @@ class Bundled:
                 )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the bundle into a folder; the α in force becomes its default."""
-        write_bundle(directory, replace(self.bundle, config=replace(self.config, default_alpha=self.alpha)))
+        """Write the bundle into a folder; the α in force becomes its default, if it is a price of rejections."""
+        write_bundle(directory, replace(self.bundle, config=replace(self.config, default_alpha=self._price())))
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the bundle as a model repository and return its address; the α in force becomes its default."""
+        """Upload the bundle, as ``save_pretrained`` writes it, as a model repository and return its address."""
         from huggingface_hub import HfApi  # slow to import, needed here alone
 
         api = HfApi(token=token)
