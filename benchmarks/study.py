@@ -36,8 +36,11 @@ from speccascade.training.cli import main as train
 RESULTS = Path(__file__).parent / "results"
 
 _SMALL_STEPS = {"data.batch_size": 1024, "model.learning_rate": 0.002, "trainer.max_epochs": 20}
-_HIDDEN = {"model.rank": 64, "model.dropout": 0.3, "model.weight_decay": 0.1}
-_POOLED = {"model.kind": "pooled", "model.estimator": "pooled"}
+_TOPK = {"model.feature_set": "verified+topk"}
+_HIDDEN = {"model.feature_set": "verified+topk+hidden", "model.rank": 64}
+_DAMPED = {"model.dropout": 0.3, "model.weight_decay": 0.1}
+_POOLED = {"model.kind": "pooled", "model.estimator": "pooled"} | _DAMPED
+_TOKENS = {"model.token_rank": 32, "trainer.max_epochs": 4}
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "linear": {"model.kind": "linear"},
@@ -45,13 +48,15 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "mlp": {},
     "mlp-two-confidence": {"model.estimator": "two_confidence"},
     "mlp-cost-sensitive": {"model.estimator": "cost_sensitive"},
-    "mlp-topk": {"model.feature_set": "verified+topk"},
-    "mlp-hidden": {"model.feature_set": "verified+topk+hidden"} | _HIDDEN,
-    "trees": {"model.kind": "trees", "model.feature_set": "verified+topk"},
+    "mlp-topk": _TOPK,
+    "mlp-hidden": _HIDDEN | _DAMPED,
+    "trees": {"model.kind": "trees"} | _TOPK,
     "attention": {"model.kind": "attention", "model.hidden": [32, 64]},
     "pooled": _POOLED,
-    "pooled-topk": _POOLED | {"model.feature_set": "verified+topk"},
-    "pooled-hidden": _POOLED | {"model.feature_set": "verified+topk+hidden"} | _HIDDEN,
+    "pooled-topk": _POOLED | _TOPK,
+    "pooled-hidden": _POOLED | _HIDDEN,
+    "pooled-tokens": _POOLED | _TOPK | _TOKENS,
+    "pooled-all": _POOLED | _HIDDEN | _TOKENS,
 }
 
 
