@@ -122,7 +122,7 @@ class Belief(Distribution):
     @cached_property
     def margin(self) -> Float[Tensor, "*batch"]:
         """Largest minus second largest probability of tokens that may be emitted."""
-        return self.maximum - second_largest(self._emissible_table)
+        return self.maximum - second_largest(self._emissible_table).clamp_min(0)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "*batch"]:

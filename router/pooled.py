@@ -15,7 +15,8 @@ import math
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from .checks import check_range
 from .examples import Examples
@@ -30,10 +31,10 @@ CANDIDATE_FLOOR = 1e-8
 TAIL_FLOOR = 1e-6
 """The same for the tail, which is one minus a float32 sum and no more precise than that."""
 
-LARGEST_WEIGHT = 4.0
+LARGEST_WEIGHT = 2.0
 """Bound of a, b, c and d: outside what was seen in training no opinion is taken to a higher power."""
 
-LOG_NOTHING = -40.0
+LOG_NOTHING = -20.0
 """log P̂ of padding, and the least of any candidate."""
 
 UNREAL = -1e4
@@ -144,7 +145,7 @@ class PooledEstimator(Head):
         scores = pooled[:, :-1] if self.table is None else pooled[:, :-1] + self.table(columns, tokens)
         scores = torch.where(real, scores, UNREAL)
         tail = pooled[:, -1:] + weights[..., -1]
-        return torch.cat([scores, tail], dim=-1).log_softmax(dim=-1).clamp_min(LOG_NOTHING)
+        return torch.cat([scores, tail], dim=-1).log_softmax(dim=-1).clamp_min(LOG_NOTHING).float()
 
     def loss(self, examples: Examples, generator: torch.Generator | None = None) -> Float[Tensor, ""]:
         """Log loss −log P̂(truth), nats, averaged over positions.
@@ -169,18 +170,24 @@ class PooledEstimator(Head):
         return (*inputs, examples.tokens) if self.reads_tokens else inputs
 
     def _weights(self, columns: Float[Tensor, "N C"]) -> Float[Tensor, "N W"]:
-        """Return a, b, c and d of each position."""
-        weights: Tensor = self.trunk(columns)
+        """Return a, b, c and d of each position, in float64: they are multiplied by logarithms of up to 18 nats."""
+        weights = columns.double()
+        for layer in self.trunk:
+            if isinstance(layer, nn.Linear):
+                weights = functional.linear(weights, layer.weight.double(), layer.bias.double())
+            else:
+                weights = layer(weights)
         return LARGEST_WEIGHT * (weights / LARGEST_WEIGHT).tanh()
 
 
 def _opinions(candidates: Float[Tensor, "N K 2"]) -> tuple[Float[Tensor, "N K+1 2"], Float[Tensor, "N K+1 4"]]:
     """log q° and log p°, and f, of every candidate and of the tail."""
-    # In float64, as the order of a float32 sum would show in the logarithm of a thin tail.
-    tail = (1 - candidates.double().sum(dim=1, keepdim=True)).float().clamp_min(TAIL_FLOOR)
+    # In float64: the order of a float32 sum would show in the logarithm of a thin tail.
+    candidates = candidates.double()
+    tail = (1 - candidates.sum(dim=1, keepdim=True)).clamp_min(TAIL_FLOOR)
     logs = torch.cat([candidates.clamp_min(CANDIDATE_FLOOR), tail], dim=1).log()
     named = (candidates == candidates.amax(dim=1, keepdim=True)) & (candidates > 0)
-    named_by = torch.cat([named.float(), torch.zeros_like(tail)], dim=1)
+    named_by = torch.cat([named.double(), torch.zeros_like(tail)], dim=1)
     doubtful = logs.amin(dim=-1, keepdim=True)
     mixed = (logs.exp().mean(dim=-1, keepdim=True)).log()
     return logs, torch.cat([named_by, doubtful, mixed], dim=-1)
