@@ -25,9 +25,8 @@ __all__ = [
     "FromLogits",
     "Whole",
     "as_distribution",
+    "chunks",
     "cross_entropy",
-    "distance",
-    "overlap",
     "view_sides",
 ]
 
@@ -227,7 +226,7 @@ class FromLogits(Distribution):
         """Largest probability."""
         if "dense" in vars(self):
             return self.dense.amax(dim=-1)
-        return torch.cat([probs.amax(dim=-1) for probs, _ in _chunks(self)]).view(self.shape)
+        return torch.cat([probs.amax(dim=-1) for probs, _ in chunks(self)]).view(self.shape)
 
     @cached_property
     def argmax(self) -> Int[Tensor, "*batch"]:
@@ -351,37 +350,16 @@ def view_sides(
     return viewed, viewed if raw is law else view(raw)
 
 
-def distance(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
-    """D_TV(p, q) = Σ max(0, p − q), in [0, 1]."""
-    if isinstance(p, Certain):
-        return 1 - q.at(p.argmax)
-    if isinstance(q, Certain):
-        return 1 - p.at(q.argmax)
-    pairs = zip(_chunks(p), _chunks(q), strict=True)
-    found = [(verifier - draft).clamp_min_(0).sum(dim=-1) for (verifier, _), (draft, _) in pairs]
-    return torch.cat(found).clamp_max(1).view(p.shape)
-
-
-def overlap(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
-    """Σ p·q: the chance that a token of either is the one drawn from the other."""
-    if isinstance(p, Certain):
-        return q.at(p.argmax)
-    if isinstance(q, Certain):
-        return p.at(q.argmax)
-    pairs = zip(_chunks(p), _chunks(q), strict=True)
-    return torch.cat([(one * other).sum(dim=-1) for (one, _), (other, _) in pairs]).view(p.shape)
-
-
 def cross_entropy(p: Distribution, q: Distribution) -> Float[Tensor, "*batch"]:
     """−Σ p log q, nats; q is floored at the smallest normal float32 so that the value stays finite."""
-    pairs = zip(_chunks(p), _chunks(q), strict=True)
+    pairs = zip(chunks(p), chunks(q), strict=True)
     return torch.cat([_surprise(true, of, logits) for (true, _), (of, logits) in pairs]).view(p.shape)
 
 
-_Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
+Chunk = tuple[Float[Tensor, "N V"], Tensor | None]
 
 
-def _chunks(distribution: Distribution) -> Iterator[_Chunk]:
+def chunks(distribution: Distribution) -> Iterator[Chunk]:
     """Successive positions as ``[N, V]``, each with the logits behind them where those are at hand."""
     if isinstance(distribution, FromLogits):
         logits = distribution.logits.reshape(-1, distribution.logits.shape[-1])

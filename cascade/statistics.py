@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .checks import check_count
-from .forms import Distribution, as_distribution, cross_entropy, distance, overlap
+from .closeness import distance, overlap
+from .forms import Distribution, as_distribution, cross_entropy
 from .leading import Leading, find_leading
 
 __all__ = ["STAT_FIELDS", "Stats"]
@@ -245,7 +246,7 @@ class Stats:
     def argmax_gain(self) -> Float[Tensor, "*batch"]:
         """p°(argmax p) − p°(argmax q): how much likelier p's choice is right than q's, if p° is the truth."""
         if "_draft" in self.__dict__:
-            return self._verifier_raw.at(self._verifier.argmax) - self.verifier_at_draft
+            return self._verifier_raw.at(self._verifier.argmax) - self._verifier_raw.at(self._draft.argmax)
         if self._find_argmax_gain is None:
             return self.verifier_max - self.verifier_at_draft
         return self._find_argmax_gain()

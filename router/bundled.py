@@ -41,7 +41,7 @@ class Bundled:
         return self.config.hidden_sizes
 
     def with_alpha(self, alpha: float) -> Self:
-        """Return the same router at another α; the head is shared, and asked once for all of them."""
+        """Return the same router at another α; the head and its answers are shared."""
         changed: Self = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
         return changed
 
@@ -91,6 +91,10 @@ class Bundled:
         )
         return self.with_alpha(row.alpha)
 
+    def _price(self) -> float:
+        """The α that a saved bundle gets as its default."""
+        return self.alpha
+
     def _check_calibrated(self) -> None:
         """Raise ValueError where the stored calibration is not about what decides here."""
 
@@ -137,11 +141,11 @@ class Bundled:
                 )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the bundle into a folder; the α in force becomes its default."""
-        write_bundle(directory, replace(self.bundle, config=replace(self.config, default_alpha=self.alpha)))
+        """Write the bundle into a folder; the α in force becomes its default, if it is a price of rejections."""
+        write_bundle(directory, replace(self.bundle, config=replace(self.config, default_alpha=self._price())))
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the bundle as a model repository and return its address; the α in force becomes its default."""
+        """Upload the bundle, as ``save_pretrained`` writes it, as a model repository and return its address."""
         from huggingface_hub import HfApi  # slow to import, needed here alone
 
         api = HfApi(token=token)

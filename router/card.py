@@ -49,7 +49,7 @@ def _usage(config: RouterConfig) -> str:
         f"from speccascade import {', '.join(sorted((router, 'SpeculativeCascade')))}",
         "",
         f'router = {router}.from_pretrained("path/or/hub-id", alpha={config.default_alpha:.3g})',
-        *([budget] if config.calibration and config.kind != "pooled" else []),
+        *([budget] if config.calibration else []),
         "cascade = SpeculativeCascade(drafter, verifier, rule=router, gamma=5)",
         "out = cascade.generate(input_ids, max_new_tokens=128)",
     ]
@@ -59,12 +59,13 @@ def _usage(config: RouterConfig) -> str:
 def _facts(config: RouterConfig) -> str:
     hidden = f", hidden layers {' × '.join(map(str, config.hidden))}" if config.hidden else ""
     width = feature_width(config.feature_set, config.hidden_sizes)
+    read = f"{width}, of each hidden state {config.rank} directions" if config.rank else f"{width}"
     rows = [
         ("Drafter", _named(config.drafter, config.drafter_digest)),
         ("Verifier", _named(config.verifier, config.verifier_digest)),
         ("Task", config.task or "not stated"),
         ("Head", f"{config.kind}{hidden}, estimator `{config.estimator}`"),
-        ("Features", f"`{config.feature_set}` ({width}), schema `{config.feature_schema[:12]}`"),
+        ("Features", f"`{config.feature_set}` ({read}), schema `{config.feature_schema[:12]}`"),
         ("Losses", ", ".join(f"`{loss}`" for loss in config.losses)),
         ("Vocabulary", f"`{config.vocabulary_fingerprint[:12] or 'unknown'}`"),
         ("Traces", f"`{config.trace_digest[:12] or 'unknown'}`"),

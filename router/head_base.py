@@ -164,8 +164,10 @@ class Head(nn.Module):
         """Store which directions of the normalised hidden states are read; they are not trained.
 
         Raises:
-            ValueError: shapes other than those of the spec.
+            ValueError: shapes other than those of the spec, or a spec without a rank.
         """
+        if not len(self.directions):
+            raise ValueError("directions: expected none for a head of rank 0, got some")
         for name, own, values in zip(("draft", "verifier"), self.directions, (draft, verifier), strict=True):
             if values.shape != own.shape:
                 raise ValueError(f"{name}: expected shape {list(own.shape)}, got {list(values.shape)}")

@@ -32,7 +32,7 @@ def make_head(
     """Build an untrained head of positions.
 
     Args:
-        kind: a key of ``HEAD_KINDS``.
+        kind: a key of ``HEAD_KINDS`` other than ``pooled``.
         estimator: ``gap``, ``two_confidence`` or ``cost_sensitive``.
         feature_set: a key of ``FEATURE_SETS``.
         hidden: widths of the hidden layers; ``linear`` and ``trees`` have none, ``attention`` has two.

@@ -11,7 +11,6 @@ Shapes: ``N`` position, ``F`` feature, ``K`` candidate; the last axis of candida
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -21,7 +20,7 @@ from .checks import check_range
 from .examples import Examples
 from .head_base import Head, HeadSpec, Signature, stack_layers
 
-__all__ = ["LOG_NOTHING", "TAIL_FLOOR", "PooledEstimator", "pooled_spec"]
+__all__ = ["LOG_NOTHING", "TAIL_FLOOR", "PooledEstimator"]
 
 CANDIDATE_FLOOR = 1e-8
 """Logarithms of candidates are taken no lower: one model's zero is a strong opinion, not a veto."""
@@ -55,7 +54,7 @@ class PooledEstimator(Head):
     Raises:
         ValueError: another estimator or loss, a context, a width below one, or a `top_k` below two.
 
-    >>> head = PooledEstimator(pooled_spec("draft_only", hidden=(8,)))
+    >>> head = PooledEstimator(HeadSpec("pooled", "pooled", "draft_only", (8,), losses=("log",), top_k=2))
     >>> belief = head(torch.zeros(1, head.width), torch.tensor([[[0.1, 0.7], [0.6, 0.2]]])).exp()
     >>> [round(value, 3) for value in belief[0].tolist()]
     [0.7, 0.2, 0.1]
@@ -155,12 +154,3 @@ def _opinions(candidates: Float[Tensor, "N K 2"]) -> tuple[Float[Tensor, "N K+1 
     doubtful = logs.amin(dim=-1, keepdim=True)
     mixed = (logs.exp().mean(dim=-1, keepdim=True)).log()
     return logs, torch.cat([named_by, doubtful, mixed], dim=-1)
-
-
-def pooled_spec(feature_set: str = "verified", hidden: Sequence[int] = (64, 64), top_k: int = 16) -> HeadSpec:
-    """Describe a pooled head; ``build_head`` makes it.
-
-    Raises:
-        ValueError: an unknown feature set.
-    """
-    return HeadSpec("pooled", "pooled", feature_set, tuple(hidden), ("log",), top_k=top_k)

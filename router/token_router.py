@@ -124,6 +124,9 @@ class TokenRouter(Bundled):
         if self.rule != CALIBRATED_RULE:
             raise ValueError(f"with_budget: this router is calibrated for {CALIBRATED_RULE!r}, got rule {self.rule!r}")
 
+    def _price(self) -> float:
+        return self.alpha if self.rule == CALIBRATED_RULE else self.config.default_alpha
+
     def target(self, block: VerifyBlock) -> Float[Tensor, "B T V"]:
         """Return π."""
         target: Tensor = self.inner.target(self.believe(block))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,7 +21,20 @@ install_import_hook(
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from speccascade.router.head_base import HeadSpec
+
 torch.set_num_threads(1)
+
+
+def pooled_spec(
+    feature_set: str = "verified",
+    hidden: Sequence[int] = (64, 64),
+    top_k: int = 16,
+    hidden_sizes: tuple[int, ...] = (),
+    rank: int = 0,
+) -> HeadSpec:
+    """What describes a head of kind ``pooled``."""
+    return HeadSpec("pooled", "pooled", feature_set, tuple(hidden), ("log",), 0, top_k, hidden_sizes, rank)
 
 
 def build_llama(seed: int = 0, layers: int = 2, vocab: int = 64, hidden: int = 32) -> LlamaForCausalLM:

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checks import check_count
+from ..closeness import distance
 from ..distribute import join
 from ..drafters import Drafter
-from ..forms import Distribution, distance
+from ..forms import Distribution
 from ..models import CausalLM
 from ..pair import PairLoop, PairState, tokens_of
 from ..requests import Request, Row

@@ -14,9 +14,10 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..closeness import distance
 from ..distributions import draw_uniforms
 from ..drafters import Draft, Drafter
-from ..forms import Distribution, distance
+from ..forms import Distribution
 from ..models import CausalLM
 from ..pair import PairLoop, PairState, tokens_of
 from ..requests import Request, Row

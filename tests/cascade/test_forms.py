@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from speccascade.cascade import Sampling, logits_to_probs
+from speccascade.cascade.closeness import distance, overlap
 from speccascade.cascade.distribute import distribute, join
 from speccascade.cascade.extremes import find_argmax, find_largest, plain_second_largest, second_largest
-from speccascade.cascade.forms import Certain, Distribution, FromLogits, Whole, cross_entropy, distance
+from speccascade.cascade.forms import Certain, Distribution, FromLogits, Whole, cross_entropy
 
 B, T = 3, 4
 
@@ -45,6 +46,8 @@ def test_every_answer_equals_that_of_the_table(vocab: int, dtype: torch.dtype) -
         for other_name, other in others.items():
             plain = 0.5 * (table - other.dense).abs().sum(dim=-1)
             torch.testing.assert_close(distance(form, other), plain, atol=1e-5, rtol=0, msg=f"{name}, {other_name}")
+            both = (table * other.dense).sum(dim=-1)
+            torch.testing.assert_close(overlap(form, other), both, **close, msg=f"{name}, {other_name}")
             floor = torch.finfo(torch.float32).tiny
             surprise = -(table * other.dense.clamp_min(floor).log()).sum(dim=-1)
             torch.testing.assert_close(cross_entropy(form, other), surprise, atol=1e-4, rtol=1e-5)

@@ -12,9 +12,10 @@ from speccascade.cascade import ModelDrafter, SpeculativeCascade, VerifyBlock, l
 from speccascade.cascade.distributions import Sampling
 from speccascade.router.bundle import Bundle
 from speccascade.router.config import RouterConfig
-from speccascade.router.pooled import PooledEstimator, pooled_spec
+from speccascade.router.pooled import PooledEstimator
 from speccascade.router.runtime import TorchHead
 
+from ..conftest import pooled_spec
 from .conftest import Check, TableLM, sequence_law
 
 PROMPT, DRAWS = [1, 3, 2], 3000

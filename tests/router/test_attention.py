@@ -11,11 +11,12 @@ from speccascade.router.attention import ATTENTION_HEADS, DEFAULT_CONTEXT, Atten
 from speccascade.router.examples import Examples
 from speccascade.router.export import PARITY_TOLERANCE, export_onnx, parity_error
 from speccascade.router.features import feature_index
-from speccascade.router.head_base import ESTIMATORS, HeadSpec
+from speccascade.router.head_base import HeadSpec
 from speccascade.router.heads import RouterHead, build_head, make_head
 from speccascade.router.runtime import OnnxHead, TorchHead
 
 AGREE = feature_index("verified", "argmax_agree")
+ESTIMATORS = ("gap", "two_confidence", "cost_sensitive")
 
 
 def random_head(

@@ -103,7 +103,7 @@ def test_a_changed_feature_schema_is_refused(copy: Path, monkeypatch: pytest.Mon
         ({"kinds": "mlp"}, "unknown key 'kinds'; did you mean 'kind'"),
         ({"hidden": "16"}, "expected 'hidden' to be of type list"),
         ({"default_alpha": True}, "expected 'default_alpha' to be of type int or float"),
-        ({"kind": "tree"}, "kind: expected one of linear, mlp, trees, pooled, got 'tree'"),
+        ({"kind": "tree"}, "kind: expected one of linear, mlp, trees, pooled, attention, got 'tree'"),
         ({"feature_set": "verifid"}, "feature_set: .*did you mean 'verified'"),
         ({"losses": ["sampled", "zeroone"]}, "losses: .*did you mean 'zero_one'"),
         ({"context": 2}, "context: expected 0 for kind 'mlp'"),

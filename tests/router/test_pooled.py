@@ -10,7 +10,9 @@ from torch import Tensor
 from speccascade.router.examples import Examples
 from speccascade.router.export import PARITY_TOLERANCE, export_onnx
 from speccascade.router.heads import build_head
-from speccascade.router.pooled import LOG_NOTHING, PooledEstimator, pooled_spec
+from speccascade.router.pooled import LOG_NOTHING, PooledEstimator
+
+from ..conftest import pooled_spec
 
 N, V, K = 64, 30, 12
 

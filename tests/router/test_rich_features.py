@@ -34,7 +34,7 @@ def plain_stats(models: Sequence[LlamaForCausalLM], sequence: list[int]) -> Stat
 
 def opinionated_head(feature_set: str, models: Sequence[LlamaForCausalLM]) -> RouterHead:
     """Random weights, normalised and centred on what the pair gives, so that some positions are deferred."""
-    head = make_head("mlp", "gap", feature_set, (8,), SIZES if needs_hidden(feature_set) else ())
+    head = make_head("mlp", "gap", feature_set, (8,), hidden_sizes=SIZES if needs_hidden(feature_set) else ())
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for values in head.parameters():
@@ -110,9 +110,9 @@ def test_a_bundle_remembers_how_wide_its_features_are(rich: Exported) -> None:
     head, bundle = rich.head, load_bundle(rich.folder)
     assert bundle.config == rich.config
     assert bundle.config.features == FEATURE_SETS[rich.feature_set]
-    assert bundle.config.hidden_sizes == head.hidden_sizes
+    assert bundle.config.hidden_sizes == head.spec.hidden_sizes
     again = bundle.head()
-    assert again.width == head.width == feature_width(rich.feature_set, head.hidden_sizes)
+    assert again.width == head.width == feature_width(rich.feature_set, head.spec.hidden_sizes)
     features: Tensor = torch.randn(5, head.width)
     assert torch.equal(again(features), head(features))
 

@@ -18,9 +18,11 @@ from speccascade.router.belief import Belief, find_candidates
 from speccascade.router.bundle import Bundle, save_bundle
 from speccascade.router.config import RouterConfig
 from speccascade.router.lossy import band_multiplier, solve_multiplier
-from speccascade.router.pooled import PooledEstimator, pooled_spec
+from speccascade.router.pooled import PooledEstimator
 from speccascade.router.runtime import TorchHead
 from speccascade.router.token_router import TOKEN_ROUTER_RULES
+
+from ..conftest import pooled_spec
 
 B, T, V = 3, 5, 40
 SAMPLINGS = {
