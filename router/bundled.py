@@ -6,8 +6,7 @@ Knows no decision.
 import os
 import tempfile
 from dataclasses import replace
-
-from typing_extensions import Self
+from typing import TypeVar
 
 from ..cascade.statistics import Stats
 from .budgets import choose_row
@@ -17,6 +16,9 @@ from .drift import DriftReport, DriftWatch
 from .features import needs_hidden
 
 __all__ = ["Bundled"]
+
+# No `Self`: the checker of shapes in the tests decorates functions, and knows it inside decorated classes alone.
+Own = TypeVar("Own", bound="Bundled")
 
 
 class Bundled:
@@ -40,13 +42,13 @@ class Bundled:
         """How long it expects the drafter's and the verifier's hidden state; nothing if it reads none."""
         return self.config.hidden_sizes
 
-    def with_alpha(self, alpha: float) -> Self:
+    def with_alpha(self: Own, alpha: float) -> Own:
         """Return the same router at another α; the head and its answers are shared."""
-        changed: Self = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
+        changed: Own = replace(self, alpha=alpha)  # type: ignore[type-var]  # routers are dataclasses
         return changed
 
     def with_budget(
-        self,
+        self: Own,
         *,
         rejection: float | None = None,
         deferral: float | None = None,
@@ -56,7 +58,7 @@ class Bundled:
         gamma: int | None = None,
         cost_ratio: float | None = None,
         greedy: bool = False,
-    ) -> Self:
+    ) -> Own:
         """Return the router at the α that its calibration holds best within a budget; give one of the first four.
 
         The choice is among measured rows; nothing is interpolated. ``router.with_budget(quality_drop=0.02)`` defers so

@@ -39,8 +39,8 @@ class RouterHead(Head):
 
     Args:
         spec: what to build.
-        trunk: what maps normalised features ``[*batch, spec.columns]``, and for ``cost_sensitive`` squashed α as one more,
-            to ``output_count(spec)`` outputs.
+        trunk: what maps normalised features ``[*batch, spec.columns]``, and for ``cost_sensitive`` squashed α as one
+            more, to ``output_count(spec)`` outputs.
     """
 
     largest_gap: Tensor

@@ -67,6 +67,36 @@ def test_every_field_equals_its_definition(sampling: Sampling) -> None:
         assert got == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.0), Sampling(0.5), Sampling(1.2, top_p=0.7), Sampling(suppress_tokens=(0, 7))]
+)
+def test_gains_equal_their_definitions_and_stay_with_their_positions(sampling: Sampling) -> None:
+    generator = torch.Generator().manual_seed(5)
+    draft, verifier = (torch.randn(N, V, generator=generator) * 2 for _ in range(2))
+    banned = torch.tensor(sampling.suppress_tokens, dtype=torch.long)
+    q, p = (logits_to_probs(logits.index_fill(-1, banned, -torch.inf), sampling) for logits in (draft, verifier))
+    stats = Stats(q, p, logits_to_probs(draft), logits_to_probs(verifier))
+    for row in range(N):
+        belief, q_row, p_row = logits_to_probs(verifier)[row].tolist(), q[row].tolist(), p[row].tolist()
+        sampled = sum(chance * (b - a) for chance, a, b in zip(belief, q_row, p_row, strict=True))
+        best = belief[p_row.index(max(p_row))] - belief[q_row.index(max(q_row))]
+        assert float(stats.expected_gain[row]) == pytest.approx(sampled, abs=1e-6)
+        assert float(stats.argmax_gain[row]) == pytest.approx(best, abs=1e-6)
+    part, laid = stats.select(slice(3, 9)), stats.arrange(torch.tensor([[4, -1]]))
+    for name in ("expected_gain", "argmax_gain"):
+        whole = getattr(stats, name)
+        assert torch.equal(getattr(part, name), whole[3:9])
+        assert torch.equal(getattr(laid, name)[0, :1], whole[4:5]) and bool(getattr(laid, name)[0, 1].isnan())
+        assert torch.equal(getattr(stats.greedy(), name), stats.argmax_gain)
+    if sampling.is_greedy:
+        torch.testing.assert_close(stats.expected_gain, stats.argmax_gain)
+
+
+def test_the_gain_of_the_argmax_follows_from_the_scalars_alone() -> None:
+    stats = Stats(*distributions(Sampling(0.5)))
+    torch.testing.assert_close(Stats.from_columns(stats.columns()).argmax_gain, stats.argmax_gain)
+
+
 def test_greedy_equals_the_statistics_of_the_one_hot_limit() -> None:
     plain = Stats(*distributions(Sampling()))
     one_hot = Stats(*distributions(Sampling(temperature=0)))

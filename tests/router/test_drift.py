@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speccascade import LearnedRouter
-from speccascade.cascade import Stats
+from speccascade.cascade import Stats, VerifyBlock
 from speccascade.router.bundle import Bundle
 from speccascade.router.drift import DriftReport, DriftWatch, measure_drift, summarise_features
 from speccascade.router.features import FEATURE_SETS, build_features
@@ -99,6 +99,12 @@ def test_few_positions_leave_it_undecided(reference: dict[str, tuple[float, ...]
     assert measure_drift(torch.zeros(0, 5), reference).undecided
 
 
+def test_hidden_states_behind_the_scalars_are_not_looked_at(reference: dict[str, tuple[float, ...]]) -> None:
+    features = draw(torch.Generator().manual_seed(1))
+    states = torch.full((len(features), 7), 1e6)
+    assert measure_drift(torch.cat([features, states], dim=1), reference) == measure_drift(features, reference)
+
+
 def test_a_feature_that_was_never_known_says_when_it_is() -> None:
     absent = torch.full((600, 1), torch.nan)
     reference = summarise_features(absent, ["x"])
@@ -153,6 +159,20 @@ def test_batches_add_up_and_a_mask_leaves_positions_out(
 def test_a_bundle_without_a_reference_says_so(exported: Path, make_stats: Callable[..., Stats]) -> None:
     with pytest.raises(ValueError, match="remembers no features of its training"):
         LearnedRouter.from_pretrained(exported).drift(make_stats())
+
+
+def test_a_router_that_reads_hidden_states_remembers_its_scalars(
+    router: LearnedRouter, make_block: Callable[..., VerifyBlock]
+) -> None:
+    config = dataclasses.replace(
+        router.config, feature_set="verified+hidden", hidden_sizes=(2, 3), features=FEATURE_SETS["verified+hidden"]
+    )
+    reading = dataclasses.replace(router, bundle=Bundle(config, {}))
+    block = make_block(seed=4, batch=400)
+    hidden = {"draft_hidden": torch.full((400, 4, 2), 1e6), "verifier_hidden": torch.full((400, 4, 3), torch.nan)}
+    assert reading.drift(dataclasses.replace(block, **hidden).stats) == router.drift(block.stats)
+    with pytest.raises(ValueError, match="hidden: expected positions with the hidden states"):
+        reading.drift(block.stats)
 
 
 def test_the_reference_survives_the_config(router: LearnedRouter) -> None:

@@ -1,15 +1,18 @@
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speccascade.cascade import Stats
 from speccascade.router.examples import Examples
+from speccascade.router.export import PARITY_TOLERANCE, export_onnx
 from speccascade.router.features import FEATURE_SETS, build_features, feature_index, feature_width, needs_hidden
 from speccascade.router.heads import RouterHead, make_head
 from speccascade.router.position_head import gap_labels
+from speccascade.router.runtime import OnnxHead, TorchHead
 
 AGREE = feature_index("verified", "argmax_agree")
 GAP_ESTIMATORS = ("gap", "two_confidence")
@@ -247,3 +250,18 @@ def test_sequences_of_positions_are_positions(
     weight = torch.tensor([1.0, 1.0, 1.0, 0.0]).expand(2, 4)
     sequences = head.loss(Examples(padded, known, torch.ones(2, 4), weight))
     torch.testing.assert_close(sequences, head.loss(label(features, correctness)))
+
+
+def test_dropout_is_for_training_alone(weighted_head: Callable[..., RouterHead], tmp_path: Path) -> None:
+    """Run in either backend, a head that was trained with dropout answers as one without."""
+    head = weighted_head()
+    features = torch.randn(50, head.width, generator=torch.Generator().manual_seed(0))
+    expected = head(features).detach()
+    layers = [layer for layer in head.modules() if isinstance(layer, nn.Dropout)]
+    assert len(layers) == 2 and all(layer.p == 0 for layer in layers)
+    for layer in layers:
+        layer.p = 0.5
+    assert not torch.allclose(head.train()(features), expected, atol=0.01)
+    assert export_onnx(head, tmp_path / "router.onnx") <= PARITY_TOLERANCE
+    torch.testing.assert_close(OnnxHead(tmp_path / "router.onnx")(features), expected, rtol=0, atol=1e-5)
+    assert torch.equal(TorchHead(head)(features), expected)

@@ -102,6 +102,26 @@ def test_the_loss_is_the_log_loss_of_the_truth_and_knows_weights() -> None:
     )
 
 
+def test_both_gaps_of_one_p_hat_equal_a_plain_loop() -> None:
+    """P̂(argmax p) − P̂(argmax q), and Σ P̂·(p − q) over the candidates; padding and the tail have no say."""
+    head, (_, candidates) = shaken(), random_pairs()
+    candidates = candidates.masked_fill(torch.arange(K).view(1, K, 1) >= 9, 0.0)
+    candidates[:8, :, 0] = candidates[:8, :, 1]  # where both name the same token there is nothing to gain
+    features = torch.randn(N, head.width)
+    examples = Examples(features, torch.zeros(N, 2, 2), torch.zeros(N), None, candidates)
+    found = head.estimate(examples).detach()
+    assert head.gap_losses == ("zero_one", "sampled") and found.shape == (N, 2)
+    for row in range(N):
+        belief = head(features[row : row + 1], candidates[row : row + 1])[0].detach().exp().tolist()
+        q, p = candidates[row].T.tolist()
+        zero_one = belief[p.index(max(p))] - belief[q.index(max(q))]
+        sampled = sum(chance * (b - a) for chance, a, b in zip(belief[:-1], q, p, strict=True))
+        assert found[row].tolist() == pytest.approx([zero_one, sampled], abs=1e-6)
+    assert (found[:8] == 0).all() and (found[8:, 1] != 0).all() and (found[:, 0] < 0).any()
+    with pytest.raises(ValueError, match="candidates: expected them for a pooled head"):
+        head.estimate(examples._replace(candidates=None))
+
+
 def test_missing_features_count_as_their_mean_and_never_reach_the_gradient() -> None:
     head, (_, candidates) = shaken(), random_pairs()
     head.set_normalisation(torch.full((head.width,), 0.3), torch.ones(head.width))
