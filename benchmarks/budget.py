@@ -35,6 +35,9 @@ Array = NDArray[np.float64]
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(1)
+    if not sys.argv[1:] and not options.router.is_dir():
+        print(f"left out: no router at {options.router}; `speccascade demo` makes one")
+        return
     traces, head = Traces.open(options.traces), load_bundle(options.router).head()
     grid_split = load_split(traces, options.grid_split, head.feature_set)
     figures = []
@@ -56,8 +59,14 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of traces")
-    parser.add_argument("--router", type=Path, required=True, help="folder of a router trained on other splits of them")
+    demo = Path("runs/demo")
+    parser.add_argument("--traces", type=Path, default=demo / "traces", help="folder of traces (default: the demo's)")
+    parser.add_argument(
+        "--router",
+        type=Path,
+        default=demo / "router",
+        help="trained on other splits of them (default: the demo's)",
+    )
     parser.add_argument("--splits", nargs="+", default=["test"], help="the pool, unseen in training (default: test)")
     parser.add_argument("--grid-split", default="validation", help="where the grid of α comes from")
     parser.add_argument("--regimes", nargs="+", default=["greedy", "sampled"], choices=["greedy", "sampled"])

@@ -67,7 +67,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=PARTS, nargs="?", default="throughput", help="default: throughput")
     parser.add_argument("--drafter", default="embedded:qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--verifier", default="embedded:qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--dtype", default="auto")

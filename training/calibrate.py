@@ -112,9 +112,9 @@ def calibrate(
 
 def make_regime(head: Any, split: TraceTensors, name: str) -> Regime:
     """See a split as ``greedy`` or ``sampled`` decoding does."""
-    loss, tv = LOSS_OF_REGIME[name], _distance(split, name)
-    document = documents(split.prompt_ids, split.prompt_index.numpy())
-    return Regime(decider(head, split, loss, tv), tv, split.correctness[:, _ROW[loss]], document)
+    seen, loss = split.counted, LOSS_OF_REGIME[name]
+    tv, document = _distance(seen, name), documents(seen.prompt_ids, seen.prompt_index.numpy())
+    return Regime(decider(head, split, loss, tv), tv, seen.correctness[:, _ROW[loss]], document)
 
 
 def calibrate_regime(regime: Regime, alphas: Sequence[float], config: CalibrationConfig) -> tuple[CalibrationRow, ...]:
@@ -191,7 +191,7 @@ def choose_alpha(rows: tuple[CalibrationRow, ...]) -> float:
 
 def make_grid(head: Any, split: TraceTensors, regime: str, points: int) -> list[float]:
     """Values of α for a regime, from the positions of a split: by ratios of gap and distance, or by search."""
-    loss, tv = LOSS_OF_REGIME[regime], _distance(split, regime)
+    loss, tv = LOSS_OF_REGIME[regime], _distance(split.counted, regime)
     if head.estimator == "cost_sensitive":
         return searched_grid(decider(head, split, loss, tv), tv, points)
     return alpha_grid(estimate(head, split)[:, loss_column(head, loss)], tv, points)

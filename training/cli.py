@@ -84,7 +84,7 @@ class BundleOptions:
     alpha: float | None = None
     task: str = ""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    recalibrate: str = "none"
+    recalibrate: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("recalibrate", self.recalibrate, RECALIBRATIONS)

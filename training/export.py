@@ -26,7 +26,7 @@ from ..router.config import CalibrationRow, RouterConfig
 from ..router.drift import summarise_features
 from ..router.features import scalar_names
 from .calibrate import LOSS_OF_REGIME, CalibrationConfig, calibrate, choose_alpha
-from .estimates import estimate, loss_column
+from .estimates import estimate, loss_column, mean_loss
 from .holdout import divide
 from .metrics import frontier_area
 from .module import RouterModule
@@ -62,7 +62,7 @@ class ExportConfig:
     alpha: float | None = None
     task: str = ""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    recalibrate: str = "none"
+    recalibrate: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("recalibrate", self.recalibrate, RECALIBRATIONS)
@@ -178,7 +178,7 @@ def _state(
     config: ExportConfig, traces: Traces, source: _Source, table: dict[str, tuple[CalibrationRow, ...]]
 ) -> RouterConfig:
     pair = traces.manifest.identity
-    known = source.held_out
+    known = source.held_out.counted
     return RouterConfig(
         drafter=pair.drafter,
         verifier=pair.verifier,
@@ -214,16 +214,15 @@ def _recalibration_figures(found: dict[str, Recalibration]) -> dict[str, float]:
 
 def _figures(head: Any, held_out: TraceTensors, table: dict[str, tuple[CalibrationRow, ...]]) -> dict[str, float]:
     """Held-out figures for the card; quality at lossless decoding is that of the row with most rejections."""
-    with torch.inference_mode():
-        figures = {"validation_loss": float(head.loss(held_out.examples))}
+    figures, seen = {"validation_loss": mean_loss(head, held_out)}, held_out.counted
     if head.estimator != "cost_sensitive":
         gap = estimate(head, held_out)
         for row, loss in enumerate(LOSS_OF_REGIME.values()):
-            wrong = 1 - held_out.correctness[:, row]
+            wrong = 1 - seen.correctness[:, row]
             own = gap[:, loss_column(head, loss)]
-            figures[f"validation_frontier_area_{loss}"] = frontier_area(own, held_out.tv, wrong[:, 0], wrong[:, 1])
+            figures[f"validation_frontier_area_{loss}"] = frontier_area(own, seen.tv, wrong[:, 0], wrong[:, 1])
     for regime, rows in table.items():
         figures[f"lossless_quality_{regime}"] = max(rows, key=lambda row: row.rejection).quality
-    figures["validation_positions"] = float(len(held_out))
-    figures["validation_prompts"] = float(len(held_out.prompt_index.unique()))
+    figures["validation_positions"] = float(len(seen))
+    figures["validation_prompts"] = float(len(seen.prompt_index.unique()))
     return figures

@@ -38,7 +38,8 @@ class RouterModule(pl.LightningModule):
         kind: `linear`, `mlp`, `trees` (boosted, fitted once), `attention` (reads the positions before too) or `pooled`
             (estimates the truth over both models' likely tokens: one head for every loss, rule and temperature).
         estimator: `gap` (squared loss on how much better the verifier did), `two_confidence` (how often each model is
-            right, by cross-entropy), `cost_sensitive` (is fed α and learns the decision); `pooled` for that kind.
+            right, by cross-entropy), `cost_sensitive` (is fed α and learns the decision), `pooled` for the kind of that
+            name and no other; by default that one, or `gap`.
         feature_set: which statistics the head reads: `draft_only`, `verified`, and with both models' likeliest tokens
             or hidden states `verified+topk`, `verified+hidden`, `verified+topk+hidden`.
         hidden: widths of the hidden layers of kinds that have some, such as `mlp`.
@@ -64,7 +65,7 @@ class RouterModule(pl.LightningModule):
     def __init__(
         self,
         kind: str = "mlp",
-        estimator: str = "gap",
+        estimator: str | None = None,
         feature_set: str = "verified",
         hidden: tuple[int, ...] = (64, 64),
         losses: tuple[str, ...] = DEFAULT_LOSSES,
@@ -84,8 +85,11 @@ class RouterModule(pl.LightningModule):
         if prices is not None and not (prices and min(prices) >= 0):
             raise ValueError(f"prices: expected one number at least, none below 0, got {prices}")
         self.save_hyperparameters()
+        if estimator is None:
+            estimator = "pooled" if kind == "pooled" else "gap"
         if kind == "pooled" and tuple(losses) == DEFAULT_LOSSES:
             losses = ("log",)  # what it is trained by; the gaps of both losses follow from it
+        self.hparams.update(estimator=estimator)  # what a stopped run is compared with
         spec = HeadSpec(
             kind,
             estimator,

@@ -62,15 +62,15 @@ def recalibrate(head: Any, split: TraceTensors, how: str) -> dict[str, Recalibra
         raise ValueError(f"recalibrate: expected none or auto for an estimator without a gap of its own, got {how!r}")
     if how == "none" or not mapped:
         return {}
-    gaps, found = estimate(head, split), {}
-    document = documents(split.prompt_ids, split.prompt_index.numpy())
+    gaps, seen, found = estimate(head, split), split.counted, {}
+    document = documents(seen.prompt_ids, seen.prompt_index.numpy())
     for row, loss in enumerate(LOSS_OF_REGIME.values()):
         # Where both argmaxes agree the 0-1 gap is known to be 0, and the head says so.
-        open_ = split.agree < 0.5 if loss == "zero_one" else torch.ones(len(split), dtype=torch.bool)
+        open_ = seen.agree < 0.5 if loss == "zero_one" else torch.ones(len(seen), dtype=torch.bool)
         if loss not in head.gap_losses or not open_.any():
             continue
         gap = gaps[open_, head.gap_losses.index(loss)]
-        label = split.correctness[open_, row, 1] - split.correctness[open_, row, 0]
+        label = seen.correctness[open_, row, 1] - seen.correctness[open_, row, 0]
         before, after = cross_validated_error(gap, label, torch.from_numpy(document)[open_])
         found[loss] = Recalibration(how == "isotonic" or after < before, before, after)
         if found[loss].kept:

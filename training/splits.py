@@ -107,6 +107,11 @@ class TraceTensors:
         """All positions, as heads learn from them."""
         return Examples(self.features, self.correctness, self.tv, self.weight, self.candidates, self.tokens, self.truth)
 
+    @property
+    def counted(self) -> "TraceTensors":
+        """The positions that can be judged; others are read in their light alone."""
+        return self if self.weight is None else self.take(self.weight > 0)
+
     def normalisation(self) -> Normalisation:
         """Mean and deviation of every feature, missing values (NaN) left out."""
         return Moments().add(self.features).normalisation()

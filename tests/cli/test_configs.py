@@ -11,10 +11,13 @@ from speccascade.cli import COMMANDS, main
 from speccascade.cli.options import CommandLine, leaf_types
 from speccascade.data.config import CollectConfig
 from speccascade.eval.config import EvaluateConfig
+from speccascade.training.module import RouterModule
 from speccascade.training.tune_drafter import TuneDrafterConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CLASSES = {"collect": CollectConfig, "evaluate": EvaluateConfig, "tune-drafter": TuneDrafterConfig}
+OTHER_HEADS = ("attention", "token", "trees")
+"""Heads to train on the demo's traces beside its own."""
 FILES = sorted(CONFIGS.glob("*/*.yaml"))
 
 
@@ -38,10 +41,15 @@ def test_config_is_taken_by_its_command(file: Path) -> None:
 def test_train_config_is_taken(file: Path, capsys) -> None:
     assert main(["train", f"--config={file}", "--print_config"]) == 0
     resolved = yaml.safe_load(capsys.readouterr().out)
-    assert resolved["data"]["traces"] == f"runs/{file.stem}/traces"
+    assert resolved["out"] == f"runs/{file.stem}"
+    assert resolved["data"]["traces"] == f"runs/{'demo' if file.stem in OTHER_HEADS else file.stem}/traces"
+    model = {**resolved["model"], "top_k": 16} if file.stem == "token" else resolved["model"]
+    RouterModule(**{name: tuple(value) if isinstance(value, list) else value for name, value in model.items()})
 
 
-@pytest.mark.parametrize("name", sorted({f.stem for f in FILES if f.parent.name in ("train", "evaluate")} - {"demo"}))
+@pytest.mark.parametrize(
+    "name", sorted({f.stem for f in FILES if f.parent.name in ("train", "evaluate")} - {"demo", *OTHER_HEADS})
+)
 def test_the_three_stages_of_a_pair_fit_together(name: str) -> None:
     collect, train, evaluate = (
         yaml.safe_load((CONFIGS / command / f"{name}.yaml").read_text()) for command in ("collect", "train", "evaluate")

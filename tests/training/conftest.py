@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speccascade.cascade.statistics import STAT_FIELDS, Stats
 from speccascade.data.manifest import Manifest, Shard, TracePlan
-from speccascade.data.shards import SCHEMA_VERSION, write_shard
+from speccascade.data.shards import HIDDEN_COLUMNS, SCHEMA_VERSION, write_shard
 
 VOCABULARY = 24
 SPLITS = {"train": 0.6, "validation": 0.2, "test": 0.2}
@@ -50,8 +50,11 @@ def draw_positions(positions: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return draft, verifier, torch.where(apart, p_top, label)
 
 
-def write_traces(folder: Path, prompts: int, length: int, seed: int = 0) -> Path:
-    """Write a complete trace folder of `prompts` × `length` positions, all of the vocabulary logged."""
+def write_traces(folder: Path, prompts: int, length: int, seed: int = 0, hidden: int = 0) -> Path:
+    """Write a complete trace folder of `prompts` × `length` positions, all of the vocabulary logged.
+
+    With `hidden`, states of that many numbers are logged too: the logarithms of the first tokens' confidences.
+    """
     names = [f"p{index:04d}" for index in range(prompts)]
     ends = [round(prompts * share) for share in (0.6, 0.8, 1.0)]
     split_of = [next(name for name, end in zip(SPLITS, ends, strict=True) if index < end) for index in range(prompts)]
@@ -75,11 +78,15 @@ def write_traces(folder: Path, prompts: int, length: int, seed: int = 0) -> Path
         "topk_q": draft.tolist(),
         "topk_p": verifier.tolist(),
     }
+    if hidden:
+        states = (side[:, :hidden].log().half().numpy() for side in (draft, verifier))
+        columns |= dict(zip(HIDDEN_COLUMNS, states, strict=True))
     plan = TracePlan(
         schema_version=SCHEMA_VERSION, code_version="test", source="teacher_forced", drafter="small", verifier="large",
         drafter_digest="d", verifier_digest="v", vocabulary_fingerprint="f", vocab_size=VOCABULARY, dtype="float32",
         device="cpu", temperature=1.0, top_k=VOCABULARY, splits=dict(SPLITS), collected=list(SPLITS), prompts={},
         max_tokens=None, batch_tokens=0, shard_prompts=prompts, examples=prompts, examples_digest="e",
+        hidden=hidden > 0,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     shard = folder / "part-00000.parquet"
@@ -103,7 +110,7 @@ def traces_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_traces() -> Callable[..., Path]:
-    """`make_traces(folder, prompts, length, seed=0)` writes a trace folder."""
+    """`make_traces(folder, prompts, length, seed=0, hidden=0)` writes a trace folder."""
     return write_traces
 
 

@@ -50,13 +50,13 @@ def test_one_document_is_not_divided(data: TraceDataModule) -> None:
 
 @pytest.mark.parametrize("window", ["", "-1"])
 def test_a_text_in_two_splits_is_refused(window: str, traces_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = module_under_test.load_split
+    honest = module_under_test.read_split
 
     def leaky(*arguments: object) -> module_under_test.TraceTensors:
         loaded = honest(*arguments)
         return dataclasses.replace(loaded, prompt_ids=(*loaded.prompt_ids, f"p0000{window}"))
 
-    monkeypatch.setattr(module_under_test, "load_split", leaky)
+    monkeypatch.setattr(module_under_test, "read_split", leaky)
     with pytest.raises(ValueError, match="1 prompts stand both in 'train' and in 'validation'"):
         TraceDataModule(str(traces_dir)).setup("fit")
 
@@ -121,7 +121,7 @@ def test_auto_reads_from_disk_what_does_not_fit(
         monkeypatch.setattr(module_under_test, "free_memory", lambda free=free: free)
         made = TraceDataModule(str(traces_dir))
         made.setup("fit")
-        assert isinstance(made.train, kind) and isinstance(made.validation, kind)
+        assert isinstance(made.train, kind) and isinstance(made.validation, TraceTensors)
         assert re.search(rf"Traces: 12,800 positions, 1\.\d MB of features, {said}", capsys.readouterr().err)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from speccascade.data.traces import Traces
 from speccascade.router.examples import Examples
-from speccascade.router.heads import RouterHead
+from speccascade.router.heads import HeadSpec, RouterHead, make_head
 from speccascade.training import module as module_under_test
 from speccascade.training.cli import quiet_lightning
 from speccascade.training.datamodule import TraceDataModule, TraceTensors, load_split
@@ -119,16 +119,21 @@ class Fitted(RouterHead):
 def test_a_head_that_fits_itself_is_fitted_once(
     traces_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module_under_test, "make_head", lambda *options: Fitted("linear", "gap", "verified", ()))
-    module = RouterModule()
+    def build(spec: HeadSpec) -> Fitted:
+        return Fitted(spec, make_head("linear").trunk)
+
+    monkeypatch.setattr(module_under_test, "build_head", build)
+    module = RouterModule(kind="linear", hidden=())
     best = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best", save_weights_only=True)
     with quiet_lightning():
         trainer = pl.Trainer(
             max_epochs=7, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[best],
         )  # fmt: skip
-        trainer.fit(module, datamodule=TraceDataModule(str(traces_dir), batch_size=512, seed=5))
-    assert module.head.given == (9600, 3200, 5)
+        data = TraceDataModule(str(traces_dir), batch_size=512, seed=5)
+        trainer.fit(module, datamodule=data)
+    assert data.validation is not None
+    assert module.head.given == (9600, len(data.validation), 5)
     assert trainer.current_epoch == 1
     assert (module.head.trunk[-1].bias == 0.125).all(), "no gradient step follows"
     assert trainer.callback_metrics["val_loss"].isfinite()
@@ -136,7 +141,7 @@ def test_a_head_that_fits_itself_is_fitted_once(
     saved = torch.load(tmp_path / "best.ckpt", weights_only=True)
     assert (saved["state_dict"]["head.trunk.0.bias"] == 0.125).all()
     with pytest.raises(ValueError, match="memory: expected 'whole' for a head of kind 'linear', got 'scan'"):
-        trainer.fit(RouterModule(), datamodule=TraceDataModule(str(traces_dir), memory="scan"))
+        trainer.fit(RouterModule(kind="linear"), datamodule=TraceDataModule(str(traces_dir), memory="scan"))
 
 
 @pytest.mark.parametrize(

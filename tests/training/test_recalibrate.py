@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from speccascade.router.examples import Examples
 from speccascade.training.datamodule import TraceTensors
 from speccascade.training.recalibrate import cross_validated_error, recalibrate
 
@@ -13,15 +14,15 @@ from speccascade.training.recalibrate import cross_validated_error, recalibrate
 class Head(torch.nn.Module):
     """Its gap is the first feature times a factor: 1 is right, 3 is overconfident."""
 
-    context, losses, estimator = 0, ("zero_one", "sampled"), "gap"
+    context, gap_losses, estimator = 0, ("zero_one", "sampled"), "gap"
 
     def __init__(self, factors: tuple[float, float]) -> None:
         super().__init__()
         self.factors = torch.tensor(factors)
         self.maps: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def forward(self, features: Tensor) -> Tensor:
-        return (features[:, :1] * self.factors).clamp(-1, 1)
+    def estimate(self, examples: Examples) -> Tensor:
+        return (examples.features[:, :1] * self.factors).clamp(-1, 1)
 
     def set_calibration(self, loss: str, knots: Tensor, values: Tensor) -> None:
         self.maps[loss] = (knots, values)
@@ -89,7 +90,9 @@ def test_a_head_without_a_gap_has_no_map() -> None:
     head = Head((1.0, 1.0))
     head.estimator = "cost_sensitive"
     assert recalibrate(head, made_split(), "auto") == {}
-    with pytest.raises(ValueError, match="recalibrate: expected none or auto for a head that is fed alpha"):
+    with pytest.raises(
+        ValueError, match="recalibrate: expected none or auto for an estimator without a gap of its own"
+    ):
         recalibrate(head, made_split(), "isotonic")
     with pytest.raises(ValueError, match="recalibrate: expected one of none, isotonic, auto, got 'isotone'"):
         recalibrate(head, made_split(), "isotone")

@@ -28,6 +28,13 @@ class Fake(nn.Module):
     kind, estimator, feature_set = "fake", "gap", "verified"
     losses: tuple[str, ...] = ("zero_one", "sampled")
 
+    @property
+    def gap_losses(self) -> tuple[str, ...]:
+        return self.losses
+
+    def estimate(self, batch: Examples) -> Tensor:
+        return self(batch.features)
+
     def loss(self, batch: Examples) -> Tensor:
         weight = torch.ones_like(batch.tv) if batch.weight is None else batch.weight
         return (batch.features[..., 0].nan_to_num() * weight).sum() / weight.sum()
@@ -51,7 +58,10 @@ class Logs(Fake):
 
 class Pooled(Fake):
     kind = estimator = "pooled"
-    losses = ()
+    losses, gap_losses = ("log",), ("zero_one", "sampled")
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features[..., :2] - 0.5
 
 
 def measure(head: nn.Module, *batches: Examples, prices: tuple[float, ...] | None = None) -> dict[str, float]:
@@ -105,8 +115,9 @@ def test_decisions_have_a_regret_alone() -> None:
 def test_a_belief_is_compared_with_both_models() -> None:
     candidates = torch.tensor([[[0.5, 0.2], [0.25, 0.7]], [[0.5, 0.4], [0.0, 0.0]]])
     data = examples(2)._replace(candidates=candidates, truth=torch.tensor([1, 2]))
-    figures = measure(Pooled(), data)
-    assert set(figures) == {"val_loss", "val_log_loss_draft", "val_log_loss_verifier"}
+    figures, gaps = measure(Pooled(), data), measure(Fake(), data)
+    assert set(figures) == {*gaps, "val_log_loss_draft", "val_log_loss_verifier"}
+    assert all(figures[name] == pytest.approx(gaps[name]) for name in gaps), "the gaps that follow are measured as any"
     assert figures["val_log_loss_draft"] == pytest.approx(-(math.log(0.25) + math.log(0.5)) / 2, rel=1e-5)
     assert figures["val_log_loss_verifier"] == pytest.approx(-(math.log(0.7) + math.log(0.6)) / 2, rel=1e-5)
 
