@@ -22,8 +22,8 @@ class Examples(NamedTuple):
         weight: ``[*batch]``, importance >= 0 of each position, 0 for padding; None: all equal.
         candidates: ``[*batch, K, 2]``, q and p of the tokens that either model holds likely, 0 behind the last of
             them; None where no head reads it.
-        tokens: ``[*batch, K]`` long, the candidates' ids, anything behind the last of them; None beside no candidates.
         truth: ``[*batch]`` long, which candidate the label is; K where it is none of them. None beside no candidates.
+        tokens: ``[*batch, K]`` long, the candidates' ids, anything behind the last of them; None beside no candidates.
     """
 
     features: Tensor
@@ -31,5 +31,5 @@ class Examples(NamedTuple):
     tv: Tensor
     weight: Tensor | None = None
     candidates: Tensor | None = None
-    tokens: Tensor | None = None
     truth: Tensor | None = None
+    tokens: Tensor | None = None

@@ -105,7 +105,7 @@ class TraceTensors:
     @property
     def examples(self) -> Examples:
         """All positions, as heads learn from them."""
-        return Examples(self.features, self.correctness, self.tv, self.weight, self.candidates, self.tokens, self.truth)
+        return Examples(self.features, self.correctness, self.tv, self.weight, self.candidates, self.truth, self.tokens)
 
     @property
     def counted(self) -> "TraceTensors":

@@ -182,7 +182,7 @@ class Believer:
     runtime: object = field(default_factory=object)
     asked: list = field(default_factory=list)
 
-    def belief_over(self, draft, verifier, stats):
+    def belief_over(self, draft, verifier, tokens, stats):
         self.asked.append((draft, stats))
         belief = self.opinion(verifier)
         return belief, 1 - belief.sum(dim=-1)

@@ -53,7 +53,7 @@ def folder(config: RouterConfig, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def router(folder: Path) -> TokenRouter:
-    return TokenRouter.from_pretrained(folder)
+    return TokenRouter.from_pretrained(folder, rule="greedyward", alpha=0.15)
 
 
 def untrained(config: RouterConfig, rule: str, alpha: float, top_k: int = 4) -> TokenRouter:
@@ -171,11 +171,12 @@ def test_live_equals_logged(router: TokenRouter) -> None:
     table = router.believe(block).verifier_raw.dense.flatten(0, 1)
     q, p = block.draft_probs.flatten(0, 1), block.verifier_probs.flatten(0, 1)
     logged = [sorted({*q[row].topk(4).indices.tolist(), *p[row].topk(4).indices.tolist()}) for row in range(B * T)]
-    columns = torch.zeros(2, B * T, 9)
+    columns, tokens = torch.zeros(2, B * T, 9), torch.full((B * T, 9), -1)
     for row, ids in enumerate(logged):
         columns[:, row, : len(ids)] = torch.stack([q[row, ids], p[row, ids]])
+        tokens[row, : len(ids)] = torch.tensor(ids)
     stats = type(block.stats).from_columns({name: one.flatten() for name, one in block.stats.columns().items()})
-    belief, tail = router.belief_over(columns[0], columns[1], stats)
+    belief, tail = router.belief_over(columns[0], columns[1], tokens, stats)
     for row, ids in enumerate(logged):
         torch.testing.assert_close(belief[row, : len(ids)], table[row, ids], atol=1e-6, rtol=1e-4)
         assert (belief[row, len(ids) :] == 0).all()
@@ -318,9 +319,9 @@ def test_the_fast_multiplier_gives_the_plain_ones_law(alpha: float) -> None:
 def test_both_backends_and_a_saved_router_agree(folder: Path, router: TokenRouter, tmp_path: Path) -> None:
     assert router.alpha == 0.15 and router.rule == "greedyward" and router.name == "router-pooled-greedyward"
     block = build_block(Sampling(0.7), seed=8)
-    router.with_alpha(0.05).save_pretrained(tmp_path / "again")
+    router.with_rule("expected_gain", 0.05).save_pretrained(tmp_path / "again")
     again = TokenRouter.from_pretrained(tmp_path / "again", backend="torch")
-    assert again.alpha == 0.05
+    assert again.alpha == 0.05 and again.rule == "expected_gain"
     dense = [one.believe(block).verifier_raw.dense for one in (router, again)]
     torch.testing.assert_close(*dense, atol=1e-5, rtol=1e-4)
     router.check_pair(vocabulary_fingerprint="f" * 64)

@@ -85,7 +85,7 @@ def test_a_bundle_of_tokens_believes_as_its_checkpoint(name: str, traces: Path, 
     split, tensors = read(traces, head, "test")
     candidates = tensors.candidates
     assert candidates is not None
-    belief, tail = router.belief_over(*candidates.unbind(dim=-1), split.stats)
+    belief, tail = router.belief_over(*candidates.unbind(dim=-1), split.topk_ids, split.stats)
     with torch.inference_mode():
         own = head(tensors.features, candidates).exp()
     torch.testing.assert_close(torch.cat([belief, tail[:, None]], dim=1), own, rtol=1e-4, atol=1e-6)
