@@ -134,8 +134,8 @@ class VerifyBlock:
     @cached_property
     def stats(self) -> Stats:
         """The scalars of every position, each ``[B, T]``, computed once."""
-        known = self.draft_hidden is not None and self.verifier_hidden is not None
-        hidden = (self.draft_hidden, self.verifier_hidden) if known else None
+        draft, verifier = self.draft_hidden, self.verifier_hidden
+        hidden = None if draft is None or verifier is None else (draft, verifier)
         return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw, hidden)
 
 
