@@ -205,7 +205,9 @@ class BiLDStar(PositionRule):
 
 @dataclass(frozen=True)
 class VerifierGap(PositionRule):
-    """Defer where p°(argmax p) − p°(argmax q) > α·D_TV(p, q), α ≥ 0; the first term is max p°.
+    """Defer where p°(argmax p) − p°(argmax q) > α·D_TV(p, q), α ≥ 0.
+
+    The first term is max p°, unless tokens are banned or a trained P̂ stands in for p°.
 
     OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training.
     """
