@@ -207,9 +207,8 @@ class BiLDStar(PositionRule):
 class VerifierGap(PositionRule):
     """Defer where p°(argmax p) − p°(argmax q) > α·D_TV(p, q), α ≥ 0.
 
-    The first term is max p°, unless tokens are banned or a trained P̂ stands in for p°.
-
-    OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training.
+    OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training. The first
+    term is max p°, unless p may not emit that token or a trained P̂ stands in for p°.
     """
 
     alpha: float
