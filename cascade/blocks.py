@@ -5,7 +5,7 @@ with the block, C of them before it, ``M`` number that a rule remembers of each.
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -43,6 +43,7 @@ class VerifyBlock:
     verifier_raw: Distribution
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "B T"]
+    _: KW_ONLY
     memory: Float[Tensor, "B R M"] | None = None
     draft_hidden: Float[Tensor, "B T H1"] | None = None
     verifier_hidden: Float[Tensor, "B T H2"] | None = None
@@ -121,8 +122,17 @@ class VerifyBlock:
         if self.memory is not None:
             reach = torch.arange(self.memory.shape[1] - self.tokens.shape[1] + 1, device=index.device)
             memory = self.memory[torch.arange(len(places), device=index.device).unsqueeze(1), index + reach]
-        states = pick_states(self.draft_hidden, places), pick_states(self.verifier_hidden, places)
-        return VerifyBlock(draft, draft_raw, verifier, verifier_raw, tokens, positions, memory, *states)
+        return VerifyBlock(
+            draft,
+            draft_raw,
+            verifier,
+            verifier_raw,
+            tokens,
+            positions,
+            memory=memory,
+            draft_hidden=pick_states(self.draft_hidden, places),
+            verifier_hidden=pick_states(self.verifier_hidden, places),
+        )
 
     def raw(self) -> "VerifyBlock":
         """The same positions as they are at temperature 1 with nothing cut off: q°, p° in the place of q, p.
@@ -134,8 +144,8 @@ class VerifyBlock:
     @cached_property
     def stats(self) -> Stats:
         """The scalars of every position, each ``[B, T]``, computed once."""
-        known = self.draft_hidden is not None and self.verifier_hidden is not None
-        hidden = (self.draft_hidden, self.verifier_hidden) if known else None
+        draft, verifier = self.draft_hidden, self.verifier_hidden
+        hidden = None if draft is None or verifier is None else (draft, verifier)
         return Stats(self.draft, self.verifier, self.draft_raw, self.verifier_raw, hidden)
 
 

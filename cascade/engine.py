@@ -335,8 +335,16 @@ def _position_after(draft: Draft, scored: Scored, starts: Int[Tensor, "B 1"]) ->
     if draft.law.shape[1] > draft.tokens.shape[1]:
         q, q_raw = view_sides(draft.law, draft.raw, lambda side: side.pick(ends))
         draft_hidden = pick_states(draft.hidden, ends)
-    hidden = draft_hidden, pick_states(scored.hidden, ends)
-    return VerifyBlock(q, q_raw, p, p_raw, torch.zeros_like(starts), starts + ends.unsqueeze(1), *hidden)
+    return VerifyBlock(
+        q,
+        q_raw,
+        p,
+        p_raw,
+        tokens=torch.zeros_like(starts),
+        positions=starts + ends.unsqueeze(1),
+        draft_hidden=draft_hidden,
+        verifier_hidden=pick_states(scored.hidden, ends),
+    )
 
 
 def _block_entries(round_: Round, with_tv: bool) -> list[list[LedgerEntry]]:

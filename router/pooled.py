@@ -73,8 +73,10 @@ class PooledEstimator(Head):
         super().__init__(spec)
         self.top_k = spec.top_k
         self.trunk = stack_layers(spec.columns, spec.hidden, len(OPINIONS) + 3)
+        last = self.trunk[-1]
+        assert isinstance(last, nn.Linear), "the layers end in a linear one"
         with torch.no_grad():  # b = 1, all else 0: P̂ = p°
-            self.trunk[-1].bias[1] = LARGEST_WEIGHT * math.atanh(1 / LARGEST_WEIGHT)
+            last.bias[1] = LARGEST_WEIGHT * math.atanh(1 / LARGEST_WEIGHT)
         self.table = TokenTable(spec.columns, spec.token_rank) if spec.token_rank else None
 
     @property
@@ -162,7 +164,7 @@ class PooledEstimator(Head):
         for name, values in (("truth", truth), ("weight", examples.weight)):
             if values is not None and values.shape != (len(features),):
                 raise ValueError(f"{name}: expected shape [{len(features)}], got {list(values.shape)}")
-        error = -self(*self._inputs(examples)).gather(-1, truth.unsqueeze(-1)).squeeze(-1)
+        error: Tensor = -self(*self._inputs(examples)).gather(-1, truth.unsqueeze(-1)).squeeze(-1)
         return error.mean() if examples.weight is None else (error * examples.weight).sum() / examples.weight.sum()
 
     def _inputs(self, examples: Examples) -> tuple[Tensor | None, ...]:

@@ -205,9 +205,10 @@ class BiLDStar(PositionRule):
 
 @dataclass(frozen=True)
 class VerifierGap(PositionRule):
-    """Defer where p°(argmax p) − p°(argmax q) > α·D_TV(p, q), α ≥ 0; the first term is max p°.
+    """Defer where p°(argmax p) − p°(argmax q) > α·D_TV(p, q), α ≥ 0.
 
-    OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training.
+    OPT with the verifier's opinion of the drafter's choice in place of the drafter's own; needs no training. The first
+    term is max p°, unless p may not emit that token or a trained P̂ stands in for p°.
     """
 
     alpha: float

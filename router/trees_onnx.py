@@ -38,7 +38,7 @@ def tree_nodes(
     return [*filled, walk], [numpy_helper.from_array(mean.cpu().numpy(), "trees.mean")]
 
 
-def _attributes(trees: Trees) -> dict[str, list[Any]]:
+def _attributes(trees: Trees) -> dict[str, Any]:
     """Parallel lists over nodes, and over leaves, as the operator wants them."""
     roots = trees.roots.tolist()
     sizes = [end - start for start, end in zip(roots, [*roots[1:], len(trees.value)], strict=True)]

@@ -17,6 +17,7 @@ from speccascade.cascade.verify import rejection_probability
 from speccascade.router.belief import Belief, find_candidates
 from speccascade.router.bundle import Bundle, save_bundle
 from speccascade.router.config import RouterConfig
+from speccascade.router.features import build_features
 from speccascade.router.lossy import band_multiplier, solve_multiplier
 from speccascade.router.pooled import PooledEstimator
 from speccascade.router.runtime import TorchHead
@@ -53,7 +54,8 @@ def folder(config: RouterConfig, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def router(folder: Path) -> TokenRouter:
-    return TokenRouter.from_pretrained(folder, rule="greedyward", alpha=0.15)
+    """Under a token rule, whose α is a share of P̂; the default rule has tests of its own."""
+    return TokenRouter.from_pretrained(folder, "greedyward", alpha=0.15)
 
 
 def untrained(config: RouterConfig, rule: str, alpha: float, top_k: int = 4) -> TokenRouter:
@@ -98,8 +100,8 @@ def test_the_emitted_law_is_the_target(router: TokenRouter, rule: str, sampling:
 @pytest.mark.parametrize("rule", TOKEN_ROUTER_RULES)
 def test_it_is_the_rule_on_the_whole_table_of_p_hat(router: TokenRouter, rule: str, sampling: Sampling) -> None:
     """The lean form of P̂ against the same numbers as a table; cut-off tokens lose their claim to be the best."""
-    if sampling.suppress_tokens and rule in ("bild_star", "verifier_gap"):
-        sampling = dataclasses.replace(sampling, suppress_tokens=())  # they read P̂ of a token that may be banned
+    if sampling.suppress_tokens and rule == "bild_star":
+        sampling = dataclasses.replace(sampling, suppress_tokens=())  # it reads P̂ of a token that may be banned
     block, routed = build_block(sampling), router.with_rule(rule, alpha_of(rule))
     table = routed.believe(block).verifier_raw.dense
     if not sampling.is_plain and not rule.endswith("_log"):  # entropies are those of P̂ with nothing cut off
@@ -317,7 +319,8 @@ def test_the_fast_multiplier_gives_the_plain_ones_law(alpha: float) -> None:
 
 
 def test_both_backends_and_a_saved_router_agree(folder: Path, router: TokenRouter, tmp_path: Path) -> None:
-    assert router.alpha == 0.15 and router.rule == "greedyward" and router.name == "router-pooled-greedyward"
+    router = TokenRouter.from_pretrained(folder)
+    assert router.alpha == 0.15 and router.rule == "expected_gain" and router.name == "router-pooled-expected_gain"
     block = build_block(Sampling(0.7), seed=8)
     router.with_rule("expected_gain", 0.05).save_pretrained(tmp_path / "again")
     again = TokenRouter.from_pretrained(tmp_path / "again", backend="torch")
@@ -327,6 +330,81 @@ def test_both_backends_and_a_saved_router_agree(folder: Path, router: TokenRoute
     router.check_pair(vocabulary_fingerprint="f" * 64)
     with pytest.raises(ValueError, match="vocabulary differ"):
         router.check_pair(vocabulary_fingerprint="e" * 64)
+
+
+def plain_belief(head: PooledEstimator, block: VerifyBlock, top_k: int = 4) -> Tensor:
+    """P̂ ``[B, T, V]`` as a table, position by position: the head on the candidates, and p° scaled elsewhere."""
+    q, p = block.draft_confidence, block.verifier_confidence
+    features = build_features(block.stats, "verified")
+    table = torch.zeros_like(p)
+    for row in range(B):
+        for place in range(T):
+            sides = q[row, place], p[row, place]
+            ids = sorted({token for side in sides for token in side.topk(top_k).indices.tolist()})
+            pairs = torch.stack([side[ids] for side in sides], dim=-1).unsqueeze(0)
+            belief = head(features[row, place].unsqueeze(0), pairs)[0].detach().exp()
+            others = [token for token in range(V) if token not in ids]
+            table[row, place, ids] = belief[:-1]
+            table[row, place, others] = belief[-1] * sides[1][others] / sides[1][others].sum()
+    return table
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_it_defers_where_its_belief_expects_more_of_p_than_alpha_tv(folder: Path, sampling: Sampling) -> None:
+    """Σ P̂·(p − q) > α·½Σ|p − q|, on the whole table of P̂; at temperature 0 that is P̂(argmax p) − P̂(argmax q)."""
+    block, router = build_block(sampling, seed=3), TokenRouter.from_pretrained(folder)
+    q, p = block.draft_probs, block.verifier_probs
+    belief = plain_belief(opinionated(), block)
+    gain, tv = (belief * (p - q)).sum(dim=-1), (p - q).abs().sum(dim=-1) / 2
+    if sampling.is_greedy:
+        at_p, at_q = (belief.gather(-1, side.argmax(dim=-1, keepdim=True)).squeeze(-1) for side in (p, q))
+        torch.testing.assert_close(gain, at_p - at_q)
+    plugged = ((block.verifier_confidence * (p - q)).sum(dim=-1) > 0.1 * tv) & (tv > 1e-3)
+    decided = []
+    for alpha in (-0.4, 0.0, 0.1, 0.5):
+        routed, margin = router.with_alpha(alpha), gain - alpha * tv
+        clear = margin.abs() > 1e-5
+        found = routed.defer_mask(block)
+        assert torch.equal(found[clear], (margin > 0)[clear])
+        expected = torch.where(found.unsqueeze(-1), p, q)
+        assert torch.equal(routed.target(block), expected)
+        decided.append(found)
+    assert decided[1].any() and not decided[3].all()
+    assert not torch.equal(decided[2], plugged), "a belief that decides as p° does shows nothing"
+    torch.testing.assert_close(router.believe(block).stats.expected_gain, gain, atol=1e-5, rtol=0)
+
+
+def test_the_loss_of_the_argmax_is_the_gain_that_verifier_gap_reads(folder: Path) -> None:
+    """P̂'s own argmax is not p's: what p would say is what counts."""
+    block, router = build_block(Sampling(0.0), seed=3), TokenRouter.from_pretrained(folder)
+    believed = router.believe(block)
+    assert (believed.verifier_raw.argmax != block.verifier.argmax).any()
+    torch.testing.assert_close(believed.stats.argmax_gain, believed.stats.expected_gain)
+    for alpha in (0.0, 0.2):
+        masks = [router.with_rule(rule, alpha).defer_mask(block) for rule in ("verifier_gap", "expected_gain")]
+        assert torch.equal(*masks)
+
+
+def test_a_budget_belongs_to_the_rule_that_was_calibrated(folder: Path) -> None:
+    router = TokenRouter.from_pretrained(folder)
+    chosen = router.with_budget(rejection=0.1)
+    assert chosen.alpha == 1.0 and chosen.rule == "expected_gain" and chosen.inner.alpha == 1.0
+    assert router.with_budget(deferral=0.5, greedy=True).alpha == 0.2
+    with pytest.raises(ValueError, match="with_budget: this router is calibrated for 'expected_gain', got rule 'opt'"):
+        router.with_rule("opt", 0.2).with_budget(rejection=0.1)
+    with pytest.raises(ValueError, match="alpha: expected one for rule 'opt', the bundle's own is for 'expected_gain'"):
+        TokenRouter.from_pretrained(folder, "opt")
+
+
+def test_the_alpha_of_another_rule_does_not_become_the_bundles(router: TokenRouter, tmp_path: Path) -> None:
+    router.with_rule("learned_lossy", 1.7).save_pretrained(tmp_path)
+    again = TokenRouter.from_pretrained(tmp_path)
+    assert again.alpha == 0.15 and again.rule == "expected_gain"
+
+
+def test_the_card_tells_of_budgets(folder: Path) -> None:
+    card = (folder / "README.md").read_text()
+    assert "TokenRouter.from_pretrained" in card and "with_budget(rejection=0.10" in card
 
 
 def test_each_kind_of_bundle_names_its_class(folder: Path, exported: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is learned of single tokens: nothing before training, a formula after it, the same in ONNX; unknown ones stay."""
+"""What is learned of single tokens: nothing before training, a formula after it, and the same in ONNX."""
 
 from pathlib import Path
 
