@@ -9,6 +9,8 @@ rest, the *tail* (`columns`), in the two extreme ways that agree with what is kn
 * the confidences of the tail are at most the k-th largest; where a rule would keep a token of that confidence but
   replace one of confidence 0, the tail is *undecided*, and both ends are widened by what it could change.
 
+Of a rule that reads p° as masses (`LearnedLossy`) the ends are those of these two splits, not of all.
+
 At temperature 0 only the two argmaxes matter, which the union always holds: exact again.
 
 Many positions are taken in chunks, on as many threads as PyTorch is given, each chunk for all settings of a rule.

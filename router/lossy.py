@@ -258,8 +258,8 @@ def band_multiplier(
     """Solve Σ max{min{q, P̂/ν}, P̂/(ν + α)} = 1 for ν = μ − α in [0, 1], a position.
 
     The sum falls in ν: at ν = 1 it is at most ΣP̂ = 1, at ν = 1 − α at least ΣP̂. Where it stays below 1 down to ν = 0
-    the answer is 0. Newton's steps within the bracket, and halves of it where a step leaves it. Positions that have arrived
-    are set aside.
+    the answer is 0. Newton's steps within the bracket, and halves of it where a step leaves it. Positions that have
+    arrived are set aside.
 
     Raises:
         ValueError: a value is NaN or infinite.
