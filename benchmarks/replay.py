@@ -86,6 +86,7 @@ def make_split(positions: int, top_k: int, seed: int = 0) -> TraceSplit:
     present = kept.gather(-1, ids)
     prompts = -(-positions // PROMPT)
     stats = Stats(draft, verifier, draft, verifier)
+    gain = stats.expected_gain
 
     def logged(probs: Tensor) -> Tensor:
         return torch.where(present, probs.gather(-1, ids), 0.0)
@@ -93,9 +94,10 @@ def make_split(positions: int, top_k: int, seed: int = 0) -> TraceSplit:
     return TraceSplit(
         prompt_ids=tuple(f"p{index}" for index in range(prompts)),
         prompt_index=torch.arange(positions) // PROMPT,
+        position=torch.arange(positions) % PROMPT,
         label=label.squeeze(-1),
         token=draft.argmax(dim=-1),
-        stats=Stats.from_columns(stats.columns()),
+        stats=Stats.from_columns(stats.columns(), gain=lambda: gain),
         q_label=draft.gather(-1, label).squeeze(-1),
         p_label=verifier.gather(-1, label).squeeze(-1),
         topk_ids=torch.where(present, ids, -1),

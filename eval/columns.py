@@ -121,7 +121,10 @@ class Columns:
 
     @cached_property
     def mass_blocks(self) -> dict[str, VerifyBlock]:
-        """The same splits for rules that read p° as masses: in the tail it is the mass, not a token's confidence."""
+        """The same splits for rules that read p° as masses: in the tail it is the mass, not a token's confidence.
+
+        What such a rule rejects under another split may lie a little outside of both: by a tenth of the tail or so.
+        """
         return {name: self._mass_block(overlap) for name, overlap in (("apart", False), ("overlapping", True))}
 
     @cached_property

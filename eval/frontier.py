@@ -29,6 +29,7 @@ from .grid import method_grid
 from .ledger import Ledger, Measured, end_points
 from .methods import DEFAULT_LOSSES, LOSS_NOTES, Method, check_loss
 from .metrics import budget_hull
+from .rates import RATE_LOSS, compare_at_rates
 from .replay import Outcome, Replay
 from .verdict import compare_frontiers, state_verdict
 
@@ -70,11 +71,16 @@ class FrontierConfig:
 
 @dataclass(frozen=True)
 class Frontiers:
-    """``points``: a row per method, setting and loss; ``curves``: frontiers at even budgets; ``summary``: the rest."""
+    """What was measured.
+
+    ``points``: a row per method, setting and loss; ``curves``: frontiers at even budgets; ``summary``: by loss, the
+    rest; ``rates``: token rules at equal rejections, empty without the loss of a sample.
+    """
 
     points: pd.DataFrame
     curves: pd.DataFrame
     summary: dict[str, Any]
+    rates: pd.DataFrame
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ def measure_frontiers(
         pd.concat([part.points for part in parts], ignore_index=True),
         pd.concat([part.curves for part in parts], ignore_index=True),
         {loss: part.summary for loss, part in zip(config.losses, parts, strict=True)},
+        next((part.rates for part in parts if len(part.rates)), parts[0].rates),
     )
 
 
@@ -121,7 +128,9 @@ def _measure_loss(
     summary["documents"] = test.num_documents
     summary |= _summarise(loss, curves, bound, measured, config)
     curve_table = pd.concat([_curve_table(loss, *drawn, measured) for drawn in _named_paths(curves, bound)])
-    return Frontiers(_point_table(loss, curves, bound, measured), curve_table, summary)
+    paths = {curve.method.name: curve.path for curve in curves}
+    rates = compare_at_rates(known if loss == RATE_LOSS else (), paths, measured)
+    return Frontiers(_point_table(loss, curves, bound, measured), curve_table, summary, rates)
 
 
 def _summarise(

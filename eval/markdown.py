@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -33,6 +33,9 @@ _FIGURE_TITLES = {
 }
 
 
+_DIVERSITY = "entropy / distinct at"
+
+
 def render_report(
     live: pd.DataFrame, frontiers: pd.DataFrame, record: Mapping[str, Any], figures: Sequence[str]
 ) -> str:
@@ -56,6 +59,8 @@ def render_report(
             parts += ["", f"### {_LOSS_TITLES.get(loss, loss)}", "", *_frontier_rows(frontiers, record, loss), ""]
             parts += _show(f"frontier_{loss}", shown)
         parts += ["", *_show("distances", shown)]
+        parts += _section("By origin", _say_origins(frontiers, record))
+        parts += _section("Token rules at equal rejection", _say_rates(record))
         parts += _section("Diversity", _say_diversity(record)) + _section("Regret", _say_regret(record, shown))
         parts += ["", "## Calibration", "", *_say_calibration(record), ""]
         parts += _show("reliability", shown) + _section("Drift", _say_drift(record))
@@ -147,8 +152,9 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
     table = frontiers[frontiers["loss"] == loss].copy()
     table["height"] = [area["value"] for area in table["area"]]
     routers = list(dict.fromkeys(row["router"] for row in found["comparisons"]))
+    labels = dict(zip(table["method"], table["label"], strict=True))
     budgets = [f"loss at {share:.0%}" for share in found["budgets"]]
-    head = ["method", "kind", "distance", "mean loss", *budgets, *routers]
+    head = ["method", "kind", "distance", "mean loss", *budgets, *(labels[router] for router in routers)]
     rows = []
     for _, row in table.sort_values("height").iterrows():
         distance = row["distance"]
@@ -170,7 +176,6 @@ def _frontier_rows(frontiers: pd.DataFrame, record: Mapping[str, Any], loss: str
     )
     widest, gap = max(found["rejection_open_by"].items(), key=lambda item: item[1])
     if gap >= 5e-4:
-        labels = dict(zip(table["method"], table["label"], strict=True))
         facts += f" The unlogged tail leaves the rejection of token rules open by at most {gap:.3f} ({labels[widest]})."
     return [facts, "", *_table(head, rows)]
 
@@ -192,6 +197,77 @@ def _say_calibration(record: Mapping[str, Any]) -> list[str]:
             said.append(f"Calibration error of the {name}'s {what}: {format_number(error['all'], '.3f')} overall, "
                         f"{format_number(error['differ'], '.3f')} where they differ.")  # fmt: skip
     return [" ".join(said)]
+
+
+def _say_origins(frontiers: pd.DataFrame, record: Mapping[str, Any]) -> list[str]:
+    """The same methods on each set that the traces were merged from."""
+    origins = record["origins"]
+    if not origins:
+        return []
+    lines = [
+        "Distance from the clairvoyant's frontier on each set that the traces were merged from, OPT on the same "
+        "positions being 100. α is chosen on all sets together."
+    ]
+    for loss in record["losses"]:
+        table = frontiers[frontiers["loss"] == loss]
+        rows = []
+        for _, row in table.iterrows():
+            found = [measured[loss]["distance_percent"].get(row["method"]) for measured in origins.values()]
+            cells = ["–" if one is None else _spread(one["value"], one["low"], one["high"], ".0f") for one in found]
+            rows.append([_bold(row["label"], row["kind"]), *cells])
+        heads = [f"{name} ({measured[loss]['positions']:,} positions)" for name, measured in origins.items()]
+        lines += ["", f"### {_LOSS_TITLES.get(loss, loss)}", "", *_table(["method", *heads], rows)]
+    return lines
+
+
+def _say_rates(record: Mapping[str, Any]) -> list[str]:
+    """How likely each token rule makes the label at the same rejections, and who is better than whom."""
+    table = pd.DataFrame(record["rates"])
+    if table.empty:
+        return []
+    said = (
+        "Chance that a sampled token is the label where so many of the drafted tokens are rejected, read off each "
+        "rule's frontier; below it entropy (nats) and distinctness of what is emitted. Brackets: 95% of resampled "
+        "documents. A rule that spends no more than less repeats its last value."
+    )
+    alone, pairs = table[table["against"] == ""], table[table["against"] != ""]
+    lines = [
+        said,
+        "",
+        *_rate_table(alone, "label", "right at", _right),
+        "",
+        *_rate_table(alone, "label", _DIVERSITY, _diverse),
+    ]
+    if len(pairs):
+        named = pairs.assign(pair=pairs["label"] + " − " + pairs["against_label"])
+        said = "Differences, paired over documents: above 0 the first is more often right, or more diverse."
+        lines += [
+            "",
+            said,
+            "",
+            *_rate_table(named, "pair", "right at", _gain),
+            "",
+            *_rate_table(named, "pair", _DIVERSITY, _diverse),
+        ]
+    return lines
+
+
+def _rate_table(table: pd.DataFrame, name: str, title: str, cell: Callable[[pd.Series], str]) -> list[str]:
+    rates = list(dict.fromkeys(table["rate"]))
+    rows = [[label, *(cell(row) for _, row in found.iterrows())] for label, found in table.groupby(name, sort=False)]
+    return _table([title, *(f"{rate:.2f}" for rate in rates)], rows)
+
+
+def _right(row: pd.Series) -> str:
+    return _spread(row["right"], row["low"], row["high"])
+
+
+def _gain(row: pd.Series) -> str:
+    return _spread(row["right"], row["low"], row["high"], "+.4f")
+
+
+def _diverse(row: pd.Series) -> str:
+    return f"{row['entropy']:.3f} / {row['distinctness']:.3f}"
 
 
 def _say_diversity(record: Mapping[str, Any]) -> list[str]:

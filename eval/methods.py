@@ -84,8 +84,8 @@ class Method:
 
     ``build(alpha, loss)`` makes the rule; ``loss`` matters to routers, which learn one gap for each. ``kind`` is
     ``position``, ``token``, ``router`` or ``fixed``; a token rule whose range is one point has no dial either.
-    ``losses`` are those in whose tables it stands: a router has learned some of them. ``bundle`` is a router's folder;
-    ``lends_belief`` tells a plug-in rule that reads a router's belief from the router's own choice.
+    ``losses`` are those in whose tables it stands: a router has learned some of them. ``bundle`` is a router's folder,
+    ``twin`` the plug-in rule that a router's belief is handed to.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Method:
     build: Callable[[float, str], TargetRule]
     losses: tuple[str, ...] = REPLAY_LOSSES
     bundle: str = ""
-    lends_belief: bool = False
+    twin: str = ""
 
     @property
     def has_dial(self) -> bool:
@@ -246,6 +246,5 @@ def _token_method(router: Any, inner: str, directory: str, name: str, label: str
         built: TargetRule = router.with_rule(inner, alpha)
         return built
 
-    suffix = "" if label == "Router" else f" ({label})"
-    named = f"{name}-{inner}", f"{dial.label} P̂{suffix}"
-    return Method(*named, "router", dial.low, dial.high, build, bundle=directory, lends_belief=True)
+    named = f"{name}-{inner}", f"{dial.label} P̂ {label.removeprefix('Router').strip()}".strip()
+    return Method(*named, "router", dial.low, dial.high, build, bundle=directory, twin=inner)

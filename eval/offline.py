@@ -34,8 +34,8 @@ __all__ = ["check_router", "measure_calibration", "open_replays", "open_routers"
 def run_offline(config: EvaluateConfig) -> Path:
     """Draw all frontiers and split all regrets; print distances.
 
-    Writes ``frontier``, ``frontier_curves``, ``reliability``, ``regret`` (Parquet) and ``frontier.json``. Every plug-in
-    rule takes part, which costs seconds, unless ``config.methods`` differs from its default: then those it names, and
+    Writes ``frontier``, ``frontier_curves``, ``rates``, ``reliability``, ``regret`` (Parquet) and ``frontier.json``.
+    Every plug-in rule takes part, which costs seconds, unless ``config.methods`` differs from its default: then those it names, and
     OPT, whose distance is the unit. The log loss is added to the default losses where a router has learned it.
 
     Raises:
@@ -48,12 +48,14 @@ def run_offline(config: EvaluateConfig) -> Path:
     routers = open_routers(config.router)
     for router in routers.values():
         check_router(build_any(router), traces.manifest.identity)
-    replays = open_replays(traces, (config.choose_on, config.split), hidden=needs_hidden(routers.values()))
+    hidden = needs_hidden(routers.values())
+    validation = open_replays(traces, (config.choose_on,), hidden=hidden)[config.choose_on]
+    same = config.choose_on == config.split and config.origin is None
+    test = validation if same else open_replays(traces, (config.split,), hidden, config.origin)[config.split]
     methods = [*_replayable(_plug_ins(config.methods), traces), *routers.values()]
     settings = _add_learned_losses(config.frontier, routers.values())
-    test = replays[config.split]
     announce(f"offline: {len(methods)} methods on {test.size}")
-    frontiers = measure_frontiers(methods, replays[config.choose_on], test, settings)
+    frontiers = measure_frontiers(methods, validation, test, settings)
     calibration, bins = measure_calibration(test, routers.values())
     regret = measure_regret(
         scored_methods(methods), test, settings.losses, settings.prices, settings.resamples, settings.seed
@@ -63,8 +65,11 @@ def run_offline(config: EvaluateConfig) -> Path:
         "traces": _describe_traces(traces),
         "chosen_on": config.choose_on,
         "reported_on": config.split,
+        "origin": config.origin,
         "resamples": settings.resamples,
         "losses": frontiers.summary,
+        "origins": _measure_origins(config, traces, methods, validation, settings, hidden) if config.by_origin else {},
+        "rates": frontiers.rates.to_dict(orient="records"),
         "calibration": calibration,
         "drift": measure_drift(test, routers.values()),
         "diversity": pick_settings(frontiers.points, settings.budgets, list(routers)),
@@ -79,9 +84,33 @@ def run_offline(config: EvaluateConfig) -> Path:
 def _write(out: Path, frontiers: Frontiers, bins: pd.DataFrame, regret: pd.DataFrame, record: dict[str, Any]) -> None:
     write_table(out / "frontier.parquet", frontiers.points)
     write_table(out / "frontier_curves.parquet", frontiers.curves)
+    write_table(out / "rates.parquet", frontiers.rates)
     write_table(out / "reliability.parquet", bins)
     write_table(out / "regret.parquet", regret)
     write_json(out / "frontier.json", record)
+
+
+def _measure_origins(
+    config: EvaluateConfig,
+    traces: Traces,
+    methods: Sequence[Method],
+    validation: Replay,
+    settings: FrontierConfig,
+    hidden: bool,
+) -> dict[str, Any]:
+    """Measure the same methods on each set that a merged one was made of; α is chosen on all of them together."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(part.source for part in traces.manifest.parts):
+        try:
+            test = open_replays(traces, (config.split,), hidden, name)[config.split]
+            measured = measure_frontiers(methods, validation, test, settings).summary
+        except ValueError as error:  # no row in this split, or nothing to cascade: the others stand all the same
+            announce(f"offline: origin {name}: left out: {error}")
+            continue
+        kept = ("positions", "documents", "rejection_of_lossless", "area", "distance_percent")
+        found[name] = {loss: {key: summary[key] for key in kept} for loss, summary in measured.items()}
+        announce(f"offline: origin {name}: {test.size}")
+    return found
 
 
 def _plug_ins(names: Sequence[str]) -> list[Method]:
@@ -138,25 +167,33 @@ def check_router(rule: Any, identity: PairIdentity) -> None:
         rule.check_pair(**asdict(identity))
 
 
-def open_replays(traces: Traces, splits: Iterable[str], hidden: bool = False) -> dict[str, Replay]:
+def open_replays(
+    traces: Traces, splits: Iterable[str], hidden: bool = False, origin: str | None = None
+) -> dict[str, Replay]:
     """Load some splits of opened traces, ready to replay; with hidden states for routers that read them.
 
+    Args:
+        traces: opened.
+        splits: by name.
+        hidden: load hidden states too.
+        origin: of a merged set, take the positions of this one alone.
+
     Raises:
-        ValueError: a split without positions.
+        ValueError: a split without positions, or no such origin.
     """
-    options = {"hidden": True} if hidden else {}
     top_k = traces.manifest.plan.top_k
-    return {name: Replay(traces.split(name, **options), top_k) for name in dict.fromkeys(splits)}
+    return {name: Replay(traces.split(name, origin, hidden), top_k) for name in dict.fromkeys(splits)}
 
 
 def open_routers(directories: Sequence[str]) -> dict[str, Method]:
     """Load trained routers; a single one is called ``router``, several by the names of their folders.
 
-    A token-level router is one method for each rule that its belief is handed to, named after both.
+    A folder that is itself called ``router`` goes by the name of the one that holds it. A token-level router is one
+    method for each rule that its belief is handed to, named after both.
     """
     if len(directories) == 1:
         return {method.name: method for method in router_methods(directories[0])}
-    names = [Path(directory).name for directory in directories]
+    names = [_name_folder(Path(directory)) for directory in directories]
     if len(set(names)) < len(names):
         names = ["-".join(Path(directory).parts[-2:]) for directory in directories]
     if len(set(names)) < len(names):
@@ -166,6 +203,10 @@ def open_routers(directories: Sequence[str]) -> dict[str, Method]:
         method for name, directory in named for method in router_methods(directory, f"router-{name}", f"Router {name}")
     ]
     return {method.name: method for method in opened}
+
+
+def _name_folder(folder: Path) -> str:
+    return folder.parent.name if folder.name == "router" and folder.parent.name else folder.name
 
 
 def measure_calibration(test: Replay, routers: Iterable[Method]) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -205,8 +246,9 @@ def _replayable(methods: Sequence[Method], traces: Traces) -> list[Method]:
     """Drop the token rules where the logged top-k is not that of the confidences which they read."""
     if traces.manifest.plan.temperature == 1:
         return list(methods)
-    announce("offline: token rules read probabilities at temperature 1, and these traces log another; left out")
-    return [method for method in methods if method.kind != "token"]
+    announce("offline: token rules and ExpectedGain read probabilities at temperature 1, and these traces log another; "
+             "left out")  # fmt: skip
+    return [method for method in methods if method.kind != "token" and method.name != "expected_gain"]
 
 
 def _describe_traces(traces: Traces) -> dict[str, Any]:

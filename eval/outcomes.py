@@ -63,7 +63,7 @@ def _replay_sampled(rule: Any, columns: Columns, bounds: bool) -> tuple[Tensor, 
     targets = [rule.target(block)[0] for block in blocks]
     ends = [rejection_probability(target, block.draft_probs[0]) for target, block in zip(targets, blocks, strict=True)]
     low, high = torch.stack(ends).amin(dim=0), torch.stack(ends).amax(dim=0)
-    if bounds and not reads_masses:
+    if bounds and not reads_masses and getattr(rule, "reads_confidence", True):
         low, high = _widen_undecided(rule, columns, blocks[0], targets[0], low, high)
     law = targets[0]
     at_label = _at_label(law, columns)

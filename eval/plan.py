@@ -119,7 +119,7 @@ def _expand(methods: Sequence[str], routers: Mapping[str, Method]) -> list[str]:
                 f"{', '.join(missing)}; known: {', '.join(known)}"
             )
         check_choice("methods", name, known)
-        deciding = [router for router, method in routers.items() if not method.lends_belief]
+        deciding = [router for router, method in routers.items() if not method.twin]
         expanded += deciding if name == "router" else [name]
     return list(dict.fromkeys(expanded))
 

@@ -9,6 +9,8 @@ rest, the *tail* (`columns`), in the two extreme ways that agree with what is kn
 * the confidences of the tail are at most the k-th largest; where a rule would keep a token of that confidence but
   replace one of confidence 0, the tail is *undecided*, and both ends are widened by what it could change.
 
+Of a rule that reads p° as masses (`LearnedLossy`) the ends are those of these two splits, not of all.
+
 At temperature 0 only the two argmaxes matter, which the union always holds: exact again.
 
 Many positions are taken in chunks, on as many threads as PyTorch is given, each chunk for all settings of a rule.
@@ -32,7 +34,6 @@ from torch import Tensor
 from ..cascade.statistics import Stats
 from ..data.resampling import documents, sum_by_prompt
 from ..data.traces import TraceSplit
-from ..router.position_rules import Fixed
 from .columns import Columns
 from .methods import check_loss
 from .outcomes import OUTCOME_ROWS, replay_columns, spread_of_models
@@ -116,7 +117,7 @@ class Replay:
 
     def outcome(self, rule: Any, loss: str, bounds: bool = True) -> Outcome:
         """Replay ``rule``; ``bounds=False`` skips the upper end of a token rule's rejection (for searching)."""
-        if hasattr(rule, "defer"):
+        if _chooses(rule):
             return self.choice(self._decide(rule, loss), loss)
         check_loss(loss)
         greedy = loss == "greedy"
@@ -144,8 +145,8 @@ class Replay:
         Token rules are replayed once for all losses at the trace's temperature, and remembered.
         """
         check_loss(loss)
-        keys = [(rule, loss == "greedy", bounds) if isinstance(rule, Hashable) else object() for rule in settings]
-        token = [index for index, rule in enumerate(settings) if not hasattr(rule, "defer")]
+        keys = [_name_setting(rule, loss == "greedy", bounds) for rule in settings]
+        token = [index for index, rule in enumerate(settings) if not _chooses(rule)]
         unknown = [index for index in token if keys[index] not in self._known]
         if unknown:
             made = self._token_sums([settings[index] for index in unknown], loss == "greedy", bounds)
@@ -172,6 +173,9 @@ class Replay:
 
     def _decide(self, rule: Any, loss: str) -> Tensor:
         """Where a position rule defers, ``[N]``; one that reads the order of positions is shown them text by text."""
+        if hasattr(rule, "belief_over"):
+            greedy = loss == "greedy"
+            return torch.cat(list(self._map_chunks(lambda chunk: rule.inner.defer(chunk.believed_stats(rule, greedy)))))
         stats = self.stats(loss)
         if getattr(rule, "context", 0):
             from ..data.decisions import defer_in_order
@@ -232,7 +236,8 @@ class _Chunk:
     def __init__(self, source: TraceSplit, logged: int | None, part: slice, kept: bool) -> None:
         self._source, self._logged, self.part, self._kept = source, logged, part, kept
         self.columns = Columns.from_source(source, logged, part)
-        self._believed: tuple[Any, Columns] = (None, self.columns)
+        self._believed: dict[Any, Columns] = {}
+        self._believed_stats: dict[tuple[Any, bool], Stats] = {}
 
     @cached_property
     def stats(self) -> Stats:
@@ -244,24 +249,40 @@ class _Chunk:
         """Keep blocks from one setting to the next, and let go of them at the end."""
         yield
         if not self._kept:
-            for columns in (self.columns, self._believed[1]):
+            for columns in (self.columns, *self._believed.values()):
                 columns.forget_blocks()
 
     def replay(self, rule: Any, greedy: bool, bounds: bool) -> Tensor:
         """Return the rows of `OUTCOME_ROWS` for one rule, ``[rows, N]``."""
         if not hasattr(rule, "belief_over"):
             return replay_columns(rule, self.columns, greedy, bounds)
-        believed, inner = self._believe(rule), rule.inner
-        if hasattr(inner, "defer"):
-            logged = self.stats.greedy() if greedy else self.stats
-            inner = Fixed(inner.defer(believed.believed_stats(logged, greedy)).unsqueeze(0))
-        return replay_columns(inner, believed, greedy, bounds)
+        return replay_columns(rule.inner, self._believe(rule), greedy, bounds)
+
+    def believed_stats(self, router: Any, greedy: bool) -> Stats:
+        """The statistics as a token-level router sees them, worked out once for all αs."""
+        key = router.runtime, greedy
+        if key not in self._believed_stats:
+            logged, believed = self.stats.greedy() if greedy else self.stats, self._believe(router)
+            with self.opened():
+                self._believed_stats[key] = believed.believed_stats(logged, greedy)
+        return self._believed_stats[key]
 
     def _believe(self, router: Any) -> Columns:
         """The columns as a token-level router sees them: its head is asked once for all its rules and αs."""
-        if self._believed[0] is not router.runtime:
-            self._believed = router.runtime, self.columns.believing(router, self.stats)
-        return self._believed[1]
+        if router.runtime not in self._believed:
+            self._believed[router.runtime] = self.columns.believing(router, self.stats)
+        return self._believed[router.runtime]
+
+
+def _chooses(rule: Any) -> bool:
+    """Whether a rule chooses between q and p, by its statistics or by those that its belief makes of them."""
+    return hasattr(rule.inner if hasattr(rule, "belief_over") else rule, "defer")
+
+
+def _name_setting(rule: Any, greedy: bool, bounds: bool) -> Hashable:
+    """What an outcome is remembered by: of a belief, the head and the rule that reads it."""
+    named = (rule.runtime, rule.inner) if hasattr(rule, "belief_over") else (rule,)
+    return (*named, greedy, bounds) if all(isinstance(one, Hashable) for one in named) else object()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from .tables import read_json, read_table, write_json, write_text
 __all__ = ["Findings", "gather", "report"]
 
 
-_OWN_PARTS = ("losses", "diversity", "regret")
+_OWN_PARTS = ("losses", "diversity", "origins", "rates", "regret")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def gather(folder: Path) -> Findings:
         else {name: value for name, value in offline.items() if name not in _OWN_PARTS},
         "losses": {} if offline is None else offline["losses"],
         "diversity": [] if offline is None else offline.get("diversity", []),
+        "rates": [] if offline is None else offline.get("rates", []),
+        "origins": {} if offline is None else offline.get("origins", {}),
         "regret": [] if offline is None else offline.get("regret", []),
         "drafter_cost_ratio": None if results is None else drafter_cost_ratio(results),
         "notes": _notes(live, run, offline),

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .markdown import format_number
 from .methods import Method
@@ -21,36 +22,45 @@ def print_distances(losses: Mapping[str, Any], methods: Sequence[Method]) -> Non
     """Print every method's distance from the clairvoyant to standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 120)
+        console.width = max(console.width, 160)
     console.print(render_distances(losses, methods))
 
 
 def render_distances(losses: Mapping[str, Any], methods: Sequence[Method]) -> Table:
-    """Lay out the distances by method and loss, OPT being 100, the best under the first loss on top.
+    """Lay out the distances by method and loss, OPT being 100: sorted by the first loss, the best of each in bold.
 
     Args:
         losses: what `measure_frontiers` found under each loss.
         methods: all that took part.
     """
-    table = Table(title="Distance from the clairvoyant, OPT = 100 [95% of resampled documents]", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for loss in losses:
-        table.add_column(_HEADS.get(loss, loss), justify="right", no_wrap=True)
+    table = Table(
+        title="Distance from the clairvoyant, OPT = 100 (95% of resampled documents)",
+        title_justify="left",
+        pad_edge=False,
+    )
     distances = {loss: found["distance_percent"] for loss, found in losses.items()}
+    best = {loss: min(found, key=lambda name: found[name]["value"], default="") for loss, found in distances.items()}
+    table.add_column("method", overflow="ellipsis", no_wrap=True)
+    for loss, found in distances.items():
+        widest = max((len(_distance(measured)) for measured in found.values()), default=1)
+        table.add_column(_HEADS.get(loss, loss), justify="right", no_wrap=True, min_width=widest)
 
     def height(method: Method) -> list[float]:
         return [found[method.name]["value"] if method.name in found else float("inf") for found in distances.values()]
 
     for method in sorted(methods, key=height):
-        cells = [_distance(found.get(method.name)) for found in distances.values()]
-        table.add_row(method.label, *cells, style="bold" if method.kind == "router" else None)
+        cells = [
+            Text(_distance(found.get(method.name)), style="bold" if best[loss] == method.name else "")
+            for loss, found in distances.items()
+        ]
+        table.add_row(method.label, *cells)
     return table
 
 
 def _distance(measured: Mapping[str, float] | None) -> str:
     if measured is None:
         return "–"
-    return f"{measured['value']:.0f} ({measured['low']:.0f} to {measured['high']:.0f})"
+    return f"{measured['value']:.0f} ({measured['low']:.0f}–{measured['high']:.0f})"
 
 
 def render_live_table(live: pd.DataFrame, quality_name: str) -> Table:

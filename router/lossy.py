@@ -47,6 +47,8 @@ class Lossy:
 
     alpha: float
     beta: float | None = None
+    reads_confidence: ClassVar[bool] = False
+    """It reads q and p as they are sampled from, and nothing else."""
 
     def __post_init__(self) -> None:
         check_range("alpha", self.alpha, 0, 1, below_high=True)
@@ -256,24 +258,28 @@ def band_multiplier(
     """Solve Σ max{min{q, P̂/ν}, P̂/(ν + α)} = 1 for ν = μ − α in [0, 1], a position.
 
     The sum falls in ν: at ν = 1 it is at most ΣP̂ = 1, at ν = 1 − α at least ΣP̂. Where it stays below 1 down to ν = 0
-    the answer is 0. Newton's steps within the bracket, and halves of it where a step leaves it.
+    the answer is 0. Newton's steps within the bracket, and halves of it where a step leaves it. Positions that have
+    arrived are set aside.
 
     Raises:
         ValueError: a value is NaN or infinite.
     """
-    draft, believed = draft_probs.double(), belief.double()
+    draft, believed = (probs.double().reshape(-1, probs.shape[-1]) for probs in (draft_probs, belief))
     low = torch.full(draft.shape[:-1], max(1 - alpha, 0.0), dtype=torch.float64, device=draft.device)
     high = torch.where(_band_excess(draft, believed, low, alpha)[0] <= 0, low, 1.0)
-    width = high
+    width, widths = high, high.clone()
+    rows = torch.arange(len(width), device=width.device)
     for _ in range(200):
         excess, slope = _band_excess(draft, believed, width, alpha)
-        done = (excess.abs() <= 1e-12) | (high - low <= 1e-15)
-        if bool(done.all()):
-            return width.to(draft_probs.dtype)
+        widths[rows] = width
+        going = (~((excess.abs() <= 1e-12) | (high - low <= 1e-15))).nonzero().squeeze(-1)
+        if len(going) == 0:
+            return widths.to(draft_probs.dtype).reshape(draft_probs.shape[:-1])
         low, high = torch.where(excess > 0, width, low), torch.where(excess > 0, high, width)
         step = width - excess / slope
         inside = (step > low) & (step < high)
-        width = torch.where(done, width, torch.where(inside, step, (low + high) / 2))
+        width = torch.where(inside, step, (low + high) / 2)
+        rows, draft, believed, low, high, width = (one[going] for one in (rows, draft, believed, low, high, width))
     raise ValueError("draft_probs, belief: expected finite probabilities, got NaN or infinity")
 
 

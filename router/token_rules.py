@@ -10,6 +10,7 @@ Shapes: ``B`` sequence, ``T`` position, ``V`` token.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -171,6 +172,8 @@ class Ensemble:
     """π = (1 − w)·q + w·p, a mixture of probabilities with weight w in [0, 1] on the verifier."""
 
     weight: float
+    reads_confidence: ClassVar[bool] = False
+    """It reads q and p as they are sampled from, and nothing else."""
 
     def __post_init__(self) -> None:
         check_range("weight", self.weight, 0, 1)

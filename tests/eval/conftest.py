@@ -46,11 +46,12 @@ def make_trace(prompts: int = 30, length: int = 20, vocabulary: int = 12, k: int
     )
     label = torch.multinomial(truth, 1, generator=generator).squeeze(-1)
     ids, kept_q, kept_p = log_top_k(draft, verifier, k)
+    stats = Stats(draft, verifier, draft, verifier)
     return MadeTrace(
         prompt_ids=tuple(f"p{index}" for index in range(prompts)),
         prompt_index=torch.arange(prompts).repeat_interleave(length),
         label=label,
-        stats=Stats.from_columns(Stats(draft, verifier, draft, verifier).columns()),
+        stats=Stats.from_columns(stats.columns(), gain=lambda: stats.expected_gain),
         q_label=draft.gather(-1, label.unsqueeze(-1)).squeeze(-1),
         p_label=verifier.gather(-1, label.unsqueeze(-1)).squeeze(-1),
         topk_ids=ids,

@@ -103,7 +103,7 @@ def test_the_table_holds_a_row_a_method_and_a_column_a_loss(measured):
     text = console.export_text()
     for method in measured[1]:
         assert method.label in text
-    assert "100 (100 to 100)" in text and "–" in text  # OPT is the unit; the router has no log loss
+    assert "100 (100–100)" in text and "–" in text  # OPT is the unit; the router has no log loss
 
 
 def test_drift_is_warned_of_and_recorded(measured, capsys):

@@ -20,7 +20,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 POSITION_RULES = [
     rules.SpecDecode(), rules.Chow(0.4), rules.ChowLog(0.8), rules.Diff(0.1), rules.DiffLog(0.1), rules.OPT(0.4),
-    rules.OPTLog(0.3), rules.BiLDStar(1.0), rules.VerifierGap(0.3),
+    rules.OPTLog(0.3), rules.BiLDStar(1.0), rules.VerifierGap(0.3), rules.ExpectedGain(0.3),
 ]  # fmt: skip
 TOKEN_RULES = [rules.TokenV1(0.3), rules.TokenV2(0.2), rules.TokenV3(0.7), rules.Greedyward(0.15), rules.Lossy(0.3),
                rules.LearnedLossy(0.3), rules.LearnedLossy(1.4), rules.Ensemble(0.4)]  # fmt: skip
@@ -72,8 +72,10 @@ def test_the_truth_lies_between_the_bounds_when_most_tokens_are_unlogged(rule, k
     trace = build_trace(prompts=8, vocabulary=24, k=k, seed=k)
     outcome = Replay(trace, k).outcome(rule, "sampled")
     _, rejections = brute_force(trace, rule, "sampled")
-    assert (outcome.rejection <= rejections + 2e-6).all()
-    assert (outcome.rejection_high >= rejections - 2e-6).all()
+    # What a rule of masses rejects under other splits of the tail may leave the ends by a share of it.
+    slack = 2e-6 + 0.15 * getattr(rule, "reads_masses", False) * (1 - trace.topk_q.sum(dim=-1)).numpy()
+    assert (outcome.rejection <= rejections + slack).all()
+    assert (outcome.rejection_high >= rejections - slack).all()
 
 
 def test_the_bounds_close_as_more_tokens_are_logged(build_trace):
@@ -169,6 +171,13 @@ def test_windows_of_one_document_are_summed_together(build_trace):
     assert sorted(replay.count()) == [5, 5, 10]
 
 
+@dataclass(frozen=True)
+class NamedRule:
+    """A rule that two routers can share."""
+
+    target: Any
+
+
 def as_it_is(verifier):
     return verifier
 
@@ -196,6 +205,15 @@ def test_a_router_that_believes_p_replays_as_its_rule(rule, loss, k, build_trace
     plain, believing = (Replay(trace, k).outcome(one, loss) for one in (rule, Believer(rule)))
     for name in ("loss", "rejection", "rejection_high", "deferral"):
         np.testing.assert_allclose(getattr(believing, name), getattr(plain, name), atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("loss", ["zero_one", "sampled", "greedy"])
+def test_a_router_that_believes_p_expects_the_gain_that_p_does(loss, trace):
+    rule = rules.ExpectedGain(0.2)  # what it expects of unlogged tokens is not known: here every token is logged
+    plain, believing = (Replay(trace, None).outcome(one, loss) for one in (rule, Believer(rule)))
+    assert 0 < plain.deferral.mean() < 1
+    np.testing.assert_array_equal(believing.deferral, plain.deferral)
+    np.testing.assert_allclose(believing.loss, plain.loss)
 
 
 def test_a_belief_decides_and_p_is_emitted(build_trace):
@@ -230,6 +248,31 @@ def test_the_head_of_a_router_is_asked_once_for_all_settings(build_trace):
     for loss in ("sampled", "zero_one", "greedy"):
         replay.sums_of_all(settings, loss)
     assert len(router.asked) == 1
+
+
+def test_a_setting_of_a_router_is_replayed_once_for_all_losses(build_trace):
+    replay, head, seen = Replay(build_trace(prompts=8), None), object(), []
+
+    def target(block):
+        seen.append(block)
+        return block.verifier_probs
+
+    inner = NamedRule(target)
+    for loss in ("zero_one", "sampled", "log"):
+        replay.sums_of_all([Believer(inner, runtime=head)], loss, bounds=False)
+    assert len(seen) == 1
+    replay.sums_of_all([Believer(inner, runtime=object())], "sampled", bounds=False)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("rule", [rules.Lossy(0.3), rules.Ensemble(0.4)], ids=repr)
+def test_a_rule_that_reads_no_confidence_is_not_widened(rule, build_trace, monkeypatch):
+    trace = build_trace(prompts=8, vocabulary=24, k=3)
+    quick = Replay(trace, 3).outcome(rule, "sampled")
+    monkeypatch.setattr(type(rule), "reads_confidence", True)
+    plain = Replay(trace, 3).outcome(rule, "sampled")
+    for name in ("loss", "rejection", "rejection_high"):
+        np.testing.assert_array_equal(getattr(quick, name), getattr(plain, name))
 
 
 def test_a_rule_that_reads_masses_is_shown_masses(build_trace):

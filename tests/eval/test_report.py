@@ -11,10 +11,13 @@ import pytest
 from speccascade.eval import offline
 from speccascade.eval.config import EvaluateConfig
 from speccascade.eval.frontier import FrontierConfig
-from speccascade.eval.methods import Method
+from speccascade.eval.methods import Method, colder_methods, plug_in_methods
 from speccascade.eval.replay import Replay
 from speccascade.eval.report import gather, report
 from speccascade.eval.sweep import evaluate
+
+
+METHODS = len(plug_in_methods()) + len(colder_methods()) + 1  # the router
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def folder(build_trace, tmp_path, monkeypatch) -> Path:
     traces = SimpleNamespace(manifest=SimpleNamespace(plan=plan, rows=1200, digest="abc", identity=None))
     router = Method("router", "Router", "router", -math.inf, math.inf, lambda alpha, loss: Gap(alpha))
     monkeypatch.setattr(offline.Traces, "open", lambda directory: traces)
-    monkeypatch.setattr(offline, "open_replays", lambda directory, splits, hidden: replays)
+    monkeypatch.setattr(offline, "open_replays", lambda traces, splits, *rest, **options: replays)
     monkeypatch.setattr(offline, "open_routers", lambda directories: {"router": router})
     frontier = FrontierConfig(points=7, resamples=40)
     return evaluate(EvaluateConfig(traces="made up", out=str(tmp_path), offline=True, frontier=frontier))
@@ -51,7 +54,7 @@ def test_the_offline_report_is_whole(folder):
     record = json.loads((folder / "report.json").read_text())
     assert record["models"]["licences"] == {"embedded:smollm2-135m-instruct": "Apache-2.0"}
     assert record["data"] == {"source": "embedded:gsm8k", "licence": "MIT"}
-    assert len(record["frontiers"]) == 3 * 18
+    assert len(record["frontiers"]) == 3 * METHODS
     for figure in record["figures"]:
         assert f"]({figure})" in page
         for path in (folder / figure, (folder / figure).with_suffix(".svg")):
@@ -78,7 +81,7 @@ def test_tables_open_elsewhere(folder):
 
     points = pyarrow.parquet.read_table(folder / "frontier.parquet")
     assert {"loss", "method", "alpha", "rejection", "rejection_high", "quality", "chosen"} <= set(points.column_names)
-    assert gather(folder).frontiers["method"].nunique() == 18
+    assert gather(folder).frontiers["method"].nunique() == METHODS
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

@@ -41,7 +41,9 @@ def config(pair, build_trace, tmp_path, monkeypatch) -> EvaluateConfig:
     replays = {name: Replay(build_trace(seed=seed), None) for seed, name in enumerate(("validation", "test"))}
     monkeypatch.setattr(sweep, "load_pair", lambda *_, **__: pair)
     recorded = manifest(pair.identity)
-    monkeypatch.setattr(sweep, "_open_traces", lambda config: (replays, recorded) if config.traces else ({}, None))
+    monkeypatch.setattr(
+        sweep, "_open_traces", lambda config, hidden: (replays, recorded) if config.traces else ({}, None)
+    )
     return EvaluateConfig(
         prompts=PromptConfig(source=str(prompts), chat=False, splits={"test": 1.0}),
         out=str(tmp_path / "run"),
@@ -191,7 +193,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(config, monkeypatch):
 
 def test_traces_of_another_pair_are_refused(config, pair, monkeypatch):
     other = replace(pair.identity, drafter="other", drafter_digest="e" * 8)
-    monkeypatch.setattr(sweep, "_open_traces", lambda config: ({}, manifest(other)))
+    monkeypatch.setattr(sweep, "_open_traces", lambda config, hidden: ({}, manifest(other)))
     with pytest.raises(
         ValueError, match=r"about other → tiny verifier, the pair given is tiny drafter .* drafter digest"
     ):
