@@ -143,7 +143,7 @@ class PooledEstimator(Head):
 
     def _weights(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N W"]:
         """Return a, b, c and d of each position, in float64: they are multiplied by logarithms of up to 18 nats."""
-        weights = self.normalise(features).double()
+        weights = self.along_directions(self.deviations(features).double())
         for layer in self.trunk:
             if isinstance(layer, nn.Linear):
                 weights = functional.linear(weights, layer.weight.double(), layer.bias.double())
