@@ -189,12 +189,16 @@ class Head(nn.Module):
 
     def normalise(self, features: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch C"]:
         """Deviations ``[*batch, C]``, C = ``spec.columns``; of hidden states along the stored directions, if any."""
-        deviations = self.deviations(features)
+        return self.along_directions(self.deviations(features))
+
+    def along_directions(self, deviations: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch C"]:
+        """Put each hidden state's products with the stored directions in its place, in the precision of the input."""
         if not len(self.directions):
             return deviations
         sizes = self.spec.hidden_sizes
         scalars, *states = deviations.split([self.width - sum(sizes), *sizes], dim=-1)
-        return torch.cat([scalars, *(state @ own for state, own in zip(states, self.directions, strict=True))], dim=-1)
+        pairs = zip(states, self.directions, strict=True)
+        return torch.cat([scalars, *(state @ own.to(state.dtype) for state, own in pairs)], dim=-1)
 
 
 def stack_layers(width: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:

@@ -140,11 +140,12 @@ class PooledEstimator(Head):
         if (tokens is None) == self.reads_tokens:
             raise ValueError(f"tokens: expected {'their ids' if self.reads_tokens else 'none'}, got the other")
         logs, opinions = _opinions(candidates)
-        columns = self.normalise(features)
+        # In float64, as sums over thousands of numbers differ between ONNX and torch.
+        columns = self.along_directions(self.deviations(features).double())
         weights = self._weights(columns).unsqueeze(1)
         pooled = (weights[..., :2] * logs).sum(dim=-1) + (weights[..., 2:-1] * opinions).sum(dim=-1)
         real = candidates.amax(dim=-1) > 0
-        scores = pooled[:, :-1] if self.table is None else pooled[:, :-1] + self.table(columns, tokens)
+        scores = pooled[:, :-1] if self.table is None else pooled[:, :-1] + self.table(columns.float(), tokens)
         scores = torch.where(real, scores, UNREAL)
         tail = pooled[:, -1:] + weights[..., -1]
         return torch.cat([scores, tail], dim=-1).log_softmax(dim=-1).clamp_min(LOG_NOTHING).float()
@@ -173,7 +174,7 @@ class PooledEstimator(Head):
 
     def _weights(self, columns: Float[Tensor, "N C"]) -> Float[Tensor, "N W"]:
         """Return a, b, c and d of each position, in float64: they are multiplied by logarithms of up to 18 nats."""
-        weights = columns.double()
+        weights: Tensor = columns
         for layer in self.trunk:
             if isinstance(layer, nn.Linear):
                 weights = functional.linear(weights, layer.weight.double(), layer.bias.double())

@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from speccascade.router.head_base import HeadSpec
+from speccascade.router.pooled import PooledEstimator
 
 torch.set_num_threads(1)
 
@@ -35,6 +36,17 @@ def pooled_spec(
 ) -> HeadSpec:
     """What describes a head of kind ``pooled``."""
     return HeadSpec("pooled", "pooled", feature_set, tuple(hidden), ("log",), 0, top_k, hidden_sizes, rank)
+
+
+def opinionated_pooled(spec: HeadSpec, seed: int = 0, spread: float = 0.4) -> PooledEstimator:
+    """A pooled head that is far from p°, the same at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = PooledEstimator(spec)
+        with torch.no_grad():
+            for values in head.parameters():
+                values.add_(torch.randn(values.shape) * spread)
+    return head.eval()
 
 
 def build_llama(seed: int = 0, layers: int = 2, vocab: int = 64, hidden: int = 32) -> LlamaForCausalLM:

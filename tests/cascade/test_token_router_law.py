@@ -17,10 +17,9 @@ from speccascade.router.bundle import Bundle
 from speccascade.router.config import RouterConfig
 from speccascade.router.features import build_features
 from speccascade.router.head_base import HeadSpec
-from speccascade.router.pooled import PooledEstimator
 from speccascade.router.runtime import TorchHead
 
-from ..conftest import pooled_spec
+from ..conftest import opinionated_pooled, pooled_spec
 from .conftest import Check, TableLM, sequence_law
 
 PROMPT, DRAWS = [1, 3, 2], 3000
@@ -30,11 +29,7 @@ SAMPLINGS = {"T=1": Sampling(), "T=0.7": Sampling(0.7), "top-p": Sampling(1.2, t
 
 def build_router(rule: str, alpha: float, spec: HeadSpec | None = None) -> TokenRouter:
     """A head that is far from p°."""
-    head = PooledEstimator(spec or pooled_spec(hidden=(8,), top_k=2))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for values in head.parameters():
-            values.add_(torch.randn(values.shape, generator=generator) * 0.4)
+    head = opinionated_pooled(spec or pooled_spec(hidden=(8,), top_k=2))
     facts = {"drafter": "a", "verifier": "b", "vocabulary_fingerprint": "", "trace_digest": "", "default_alpha": 0.1}
     return TokenRouter(Bundle(RouterConfig(**facts, **asdict(head.spec)), {}), TorchHead(head), rule, alpha)
 

@@ -12,7 +12,7 @@ from speccascade.router.export import PARITY_TOLERANCE, export_onnx
 from speccascade.router.heads import build_head
 from speccascade.router.pooled import LARGEST_WEIGHT, LOG_NOTHING, PooledEstimator
 
-from ..conftest import pooled_spec
+from ..conftest import opinionated_pooled, pooled_spec
 
 N, V, K = 64, 30, 12
 
@@ -24,13 +24,9 @@ def random_pairs(seed: int = 0, count: int = N, kept: int = K) -> tuple[Tensor, 
     return pairs, pairs[:, :kept]
 
 
-def shaken(seed: int = 0, feature_set: str = "verified") -> PooledEstimator:
+def shaken() -> PooledEstimator:
     """A head with opinions of its own."""
-    head, generator = PooledEstimator(pooled_spec(feature_set, hidden=(8,))), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for values in head.parameters():
-            values.add_(torch.randn(values.shape, generator=generator) * 0.3)
-    return head.eval()
+    return opinionated_pooled(pooled_spec(hidden=(8,)), spread=0.3)
 
 
 def test_untrained_it_is_p_itself() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from speccascade.router.bundle import load_bundle, save_bundle
 from speccascade.router.config import RouterConfig
 from speccascade.router.examples import Examples
+from speccascade.router.export import PARITY_TOLERANCE, export_onnx
 from speccascade.router.features import feature_width
 from speccascade.router.head_base import DEVIATIONS_KEPT, Head, HeadSpec
 from speccascade.router.heads import build_head
@@ -154,3 +155,9 @@ def test_directions_of_another_shape_are_refused() -> None:
         build_head(LINEAR).set_directions(torch.zeros(12, 3), torch.zeros(12, 3))
     with pytest.raises(ValueError, match="directions: expected none for a head of rank 0"):
         build_head(replace(LINEAR, rank=0)).set_directions(torch.zeros(12, 3), torch.zeros(20, 3))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "pooled"])
+def test_long_states_are_summed_alike_in_both_backends(kind: str, tmp_path: Path) -> None:
+    head = turned(replace(SPECS[kind], hidden_sizes=(960, 2048), rank=16))
+    assert export_onnx(head, tmp_path / "router.onnx") <= PARITY_TOLERANCE

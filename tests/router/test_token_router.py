@@ -18,12 +18,13 @@ from speccascade.router.belief import Belief, find_candidates
 from speccascade.router.bundle import Bundle, save_bundle
 from speccascade.router.config import RouterConfig
 from speccascade.router.features import build_features
+from speccascade.router.head_base import Head
 from speccascade.router.lossy import band_multiplier, solve_multiplier
 from speccascade.router.pooled import PooledEstimator
 from speccascade.router.runtime import TorchHead
 from speccascade.router.token_router import TOKEN_ROUTER_RULES
 
-from ..conftest import pooled_spec
+from ..conftest import opinionated_pooled, pooled_spec
 
 B, T, V = 3, 5, 40
 SAMPLINGS = {
@@ -36,13 +37,9 @@ SAMPLINGS = {
 ALPHAS = {"greedyward": 0.1, "token_v1": 0.1, "token_v2": 0.1, "token_v3": 0.4, "diff": 0.02, "bild_star": 1.0}
 
 
-def opinionated(seed: int = 0, top_k: int = 4) -> PooledEstimator:
+def opinionated() -> PooledEstimator:
     """A head that is far from p°."""
-    head, generator = PooledEstimator(pooled_spec(hidden=(8,), top_k=top_k)), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for values in head.parameters():
-            values.add_(torch.randn(values.shape, generator=generator) * 0.4)
-    return head.eval()
+    return opinionated_pooled(pooled_spec(hidden=(8,), top_k=4))
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +329,7 @@ def test_both_backends_and_a_saved_router_agree(folder: Path, router: TokenRoute
         router.check_pair(vocabulary_fingerprint="e" * 64)
 
 
-def plain_belief(head: PooledEstimator, block: VerifyBlock, top_k: int = 4) -> Tensor:
+def plain_belief(head: Head, block: VerifyBlock, top_k: int = 4) -> Tensor:
     """P̂ ``[B, T, V]`` as a table, position by position: the head on the candidates, and p° scaled elsewhere."""
     q, p = block.draft_confidence, block.verifier_confidence
     features = build_features(block.stats, "verified")
@@ -354,7 +351,7 @@ def test_it_defers_where_its_belief_expects_more_of_p_than_alpha_tv(folder: Path
     """Σ P̂·(p − q) > α·½Σ|p − q|, on the whole table of P̂; at temperature 0 that is P̂(argmax p) − P̂(argmax q)."""
     block, router = build_block(sampling, seed=3), TokenRouter.from_pretrained(folder)
     q, p = block.draft_probs, block.verifier_probs
-    belief = plain_belief(opinionated(), block)
+    belief = plain_belief(router.bundle.head(), block)
     gain, tv = (belief * (p - q)).sum(dim=-1), (p - q).abs().sum(dim=-1) / 2
     if sampling.is_greedy:
         at_p, at_q = (belief.gather(-1, side.argmax(dim=-1, keepdim=True)).squeeze(-1) for side in (p, q))
