@@ -172,6 +172,17 @@ def test_windows_of_one_document_are_summed_together(build_trace):
     assert sorted(replay.count()) == [5, 5, 10]
 
 
+def test_a_rule_that_reads_the_order_is_shown_texts_in_order(trace):
+    def defer(stats):
+        before = torch.cat([torch.full_like(stats.tv[:, :1], torch.nan), stats.tv[:, :-1]], dim=1)
+        return before > stats.tv  # nothing is known before the first position of a text
+
+    outcome = Replay(trace, None).outcome(SimpleNamespace(defer=defer, context=2), "sampled")
+    tv = trace.stats.tv.view(8, 15)
+    expected = torch.cat([torch.zeros(8, 1, dtype=torch.bool), tv[:, :-1] > tv[:, 1:]], dim=1).flatten()
+    assert (outcome.deferral == expected.numpy()).all()
+
+
 @dataclass(frozen=True)
 class NamedRule:
     """A rule that two routers can share."""
