@@ -86,7 +86,7 @@ class Columns:
         distance = torch.maximum((source.stats.tv[part] - logged_distance).clamp_min(0), draft_tail - verifier_tail)
         empty = (draft_tail < NEGLIGIBLE) & (verifier_tail < NEGLIGIBLE)
         tails = (draft_tail, verifier_tail)  # no token of the tail has more than the whole of it
-        ceilings = [torch.where(empty, 0.0, torch.minimum(*pair)) for pair in zip(ceilings, tails, strict=True)]
+        limits = [torch.where(empty, 0.0, torch.minimum(*pair)) for pair in zip(ceilings, tails, strict=True)]
         return cls(
             ids,
             draft,
@@ -96,7 +96,8 @@ class Columns:
             draft_tail,
             verifier_tail,
             torch.minimum(distance, draft_tail),
-            *ceilings,
+            draft_ceiling=limits[0],
+            verifier_ceiling=limits[1],
             opinion=verifier,
             opinion_tail=verifier_tail,
             logged=held,

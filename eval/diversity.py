@@ -29,10 +29,11 @@ def pick_settings(points: pd.DataFrame, budgets: Sequence[float], routers: Seque
     table = points[points["loss"] == DIVERSITY_LOSS]
     if table.empty:
         return []
-    lossless = float(table.loc[table["method"] == "specdecode", "rejection"].iat[0])
+    lossless = table.loc[table["method"] == "specdecode", "rejection"].to_numpy(dtype=float)[0]
     rows = [table[table["kind"] == "end"].drop_duplicates("method")]
     for method, settings in table.groupby("method", sort=False):
         if (settings["kind"] == "token").all() or method in routers:
             nearest = [(settings["rejection"] - share * lossless).abs().idxmin() for share in budgets]
             rows.append(settings.loc[list(dict.fromkeys(nearest))])
-    return [dict(row) for row in pd.concat(rows)[list(_COLUMNS)].to_dict(orient="records")]
+    picked: list[Any] = pd.concat(rows)[list(_COLUMNS)].to_dict(orient="records")
+    return picked

@@ -35,8 +35,9 @@ def run_offline(config: EvaluateConfig) -> Path:
     """Draw all frontiers and split all regrets; print distances.
 
     Writes ``frontier``, ``frontier_curves``, ``rates``, ``reliability``, ``regret`` (Parquet) and ``frontier.json``.
-    Every plug-in rule takes part, which costs seconds, unless ``config.methods`` differs from its default: then those it names, and
-    OPT, whose distance is the unit. The log loss is added to the default losses where a router has learned it.
+    Every plug-in rule takes part, which costs seconds, unless ``config.methods`` differs from its default: then those
+    it names, and OPT, whose distance is the unit. The log loss is added to the default losses where a router has
+    learned it.
 
     Raises:
         ValueError: no traces given, or a split that they lack.

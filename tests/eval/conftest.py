@@ -35,6 +35,9 @@ class MadeTrace:
     def __len__(self) -> int:
         return len(self.label)
 
+    def sequences(self) -> Tensor:
+        return torch.arange(len(self)).view(len(self.prompt_ids), -1)
+
 
 def make_trace(prompts: int = 30, length: int = 20, vocabulary: int = 12, k: int = 12, seed: int = 0) -> MadeTrace:
     generator = torch.Generator().manual_seed(seed)

@@ -1,20 +1,34 @@
 """Which methods and losses take part offline, what is said of drift and diversity, and the table at the end."""
 
 import io
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from speccascade.eval.config import DEFAULT_METHODS
+from speccascade.data.merge import merge
+from speccascade.eval import offline
+from speccascade.eval.config import DEFAULT_METHODS, EvaluateConfig
 from speccascade.eval.diversity import pick_settings
 from speccascade.eval.frontier import FrontierConfig, as_quality, measure_frontiers
-from speccascade.eval.methods import Method, colder_methods, plug_in_methods
-from speccascade.eval.offline import _add_learned_losses, _plug_ins, measure_drift, needs_hidden
+from speccascade.eval.methods import Method, _token_method, colder_methods, plug_in_methods
+from speccascade.eval.offline import (
+    _add_learned_losses,
+    _plug_ins,
+    _replayable,
+    measure_drift,
+    needs_hidden,
+    open_routers,
+    run_offline,
+)  # fmt: skip
 from speccascade.eval.replay import Replay
+from speccascade.eval.report import report
 from speccascade.eval.terminal import render_distances
 from speccascade.router import rules
+
+from ..data.made_traces import make_traces
 
 
 def make_router(losses, bundle="somewhere", **attributes):
@@ -119,3 +133,101 @@ def test_hidden_states_are_loaded_only_for_routers_that_read_them():
     sets = [SimpleNamespace(feature_set=name) for name in ("verified+topk", "verified+hidden")]
     routers = [make_router(("sampled",), config=config) for config in sets]
     assert not needs_hidden(routers[:1]) and needs_hidden(routers)
+
+
+def test_the_smaller_the_distance_the_higher_and_the_best_of_each_loss_is_bold(measured):
+    table = render_distances(measured[2].summary, measured[1])
+    names = list(table.columns[0].cells)
+    found = measured[2].summary["sampled"]["distance_percent"]
+    values = [found[method.name]["value"] for label in names for method in measured[1] if method.label == label]
+    assert values == sorted(values)
+    bold = [cell.style == "bold" for cell in table.columns[1].cells]
+    assert bold == [True] + [False] * (len(names) - 1)
+
+
+def test_numbers_survive_a_narrow_terminal(measured):
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(render_distances(measured[2].summary, measured[1]))
+    lines = console.export_text().splitlines()
+    assert any("100 (100–100)" in line for line in lines) and "…(" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("folders", "labels"),
+    [
+        (["runs/one/router"], ["Router"]),
+        (["runs/one/router", "runs/two/router"], ["Router one", "Router two"]),
+        (["runs/one/router", "elsewhere/plain"], ["Router one", "Router plain"]),
+        (["a/one/router", "b/one"], ["Router one-router", "Router b-one"]),
+    ],
+)
+def test_routers_go_by_the_shortest_name_that_tells_them_apart(folders, labels, monkeypatch):
+    def describe(directory, name="router", label="Router"):
+        return [Method(name, label, "router", 0.0, 1.0, lambda alpha, loss: None, bundle=directory)]
+
+    monkeypatch.setattr(offline, "router_methods", describe)
+    assert [method.label for method in open_routers(folders).values()] == labels
+    assert [method.bundle for method in open_routers(folders).values()] == folders
+
+
+def test_rules_of_a_belief_have_short_labels_and_know_their_twins():
+    router = SimpleNamespace(with_rule=lambda rule, alpha: (rule, alpha))
+    several = _token_method(router, "greedyward", "folder", "router-pooled_hidden", "Router pooled_hidden")
+    assert (several.name, several.label) == ("router-pooled_hidden-greedyward", "Greedyward P̂ pooled_hidden")
+    single = _token_method(router, "token_v2", "folder", "router", "Router")
+    assert (single.label, single.twin, single.build(0.3, "sampled")) == ("TokenV2 P̂", "token_v2", ("token_v2", 0.3))
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    splits = {"validation": 0.5, "test": 0.5}
+    for number, name in enumerate(("red", "blue")):
+        prompts = {f"{name}{index}": index for index in range(8)}
+        plan = {"prompts": {"source": name}, "splits": splits, "collected": list(splits)}
+        make_traces(folder / name, prompts, seed=number, **plan)
+    merge([folder / "red", folder / "blue"], folder / "both")
+    return folder / "both"
+
+
+def run_made(traces, out, **options):
+    frontier = FrontierConfig(points=3, resamples=5, losses=("sampled", "greedy"))
+    settings = {"methods": ("chow", "greedyward"), "frontier": frontier, **options}
+    run_offline(EvaluateConfig(traces=str(traces), out=str(out), offline=True, **settings))
+    return json.loads((out / "frontier.json").read_text())
+
+
+def test_a_merged_set_is_reported_by_origin(merged, tmp_path):
+    record = run_made(merged, tmp_path / "all", by_origin=True)
+    assert list(record["origins"]) == ["red", "blue"]
+    parts = [record["origins"][name]["sampled"]["positions"] for name in ("red", "blue")]
+    assert sum(parts) == record["losses"]["sampled"]["positions"] and min(parts) > 0
+    assert set(record["origins"]["red"]["greedy"]["distance_percent"]) == {"chow", "opt", "greedyward"}
+    alone = run_made(merged, tmp_path / "red", origin="red")
+    assert alone["origin"] == "red" and alone["origins"] == {}
+    for loss in ("sampled", "greedy"):
+        of_red = record["origins"]["red"][loss]["distance_percent"]
+        assert alone["losses"][loss]["distance_percent"] == of_red
+    page = report(tmp_path / "all").read_text(encoding="utf-8")
+    assert "## By origin" in page and f"red ({parts[0]:,} positions)" in page
+    assert "## Token rules at equal rejection" in page
+
+
+def test_an_unknown_origin_is_refused(merged, tmp_path):
+    with pytest.raises(ValueError, match="origin"):
+        run_made(merged, tmp_path, origin="green")
+
+
+def test_origins_are_for_offline_and_one_way_at_a_time():
+    with pytest.raises(ValueError, match="by_origin: expected none without offline=true"):
+        EvaluateConfig(by_origin=True)
+    with pytest.raises(ValueError, match="by_origin: expected all sets, or origin alone, got both, origin 'red'"):
+        EvaluateConfig(offline=True, by_origin=True, origin="red")
+
+
+def test_at_another_temperature_what_reads_raw_probabilities_is_left_out():
+    def kept(temperature):
+        traces = SimpleNamespace(manifest=SimpleNamespace(plan=SimpleNamespace(temperature=temperature)))
+        return [method.name for method in _replayable(plug_in_methods(["opt", "expected_gain", "token_v2"]), traces)]
+
+    assert kept(1.0) == ["opt", "expected_gain", "token_v2"] and kept(0.7) == ["opt"]

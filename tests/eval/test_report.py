@@ -16,7 +16,6 @@ from speccascade.eval.replay import Replay
 from speccascade.eval.report import gather, report
 from speccascade.eval.sweep import evaluate
 
-
 METHODS = len(plug_in_methods()) + len(colder_methods()) + 1  # the router
 
 
