@@ -180,7 +180,7 @@ class Replay:
         if getattr(rule, "context", 0):
             from ..data.decisions import defer_in_order
 
-            in_order: Tensor = defer_in_order(rule, stats, self.source.sequences)
+            in_order: Tensor = defer_in_order(rule, stats, self.source.sequences())
             return in_order
         decided: Tensor = rule.defer(stats)
         return decided
