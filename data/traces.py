@@ -233,9 +233,9 @@ class Traces:
         ids, order = np.unique(table["prompt_id"].combine_chunks().indices.to_numpy(), return_inverse=True)
         names = table["prompt_id"].combine_chunks().dictionary.take(pa.array(ids)).to_pylist()
         width = max(int(pc.max(pc.list_value_length(table["topk_ids"])).as_py()), 1)
-        tops = _padded(table, "topk_ids", width, -1).long(), *(_padded(table, n, width, 0.0) for n in _TOP_PROBS)
+        tops = [_padded(table, "topk_ids", width, -1).long(), *(_padded(table, n, width, 0.0) for n in _TOP_PROBS)]
         plan = self.manifest.plan
-        logged = _LoggedTops(*tops, temperature=plan.temperature, top_k=plan.top_k)
+        logged = _LoggedTops(tops[0], tops[1], tops[2], plan.temperature, plan.top_k)
         return TraceSplit(
             prompt_ids=tuple(names),
             prompt_index=torch.from_numpy(order.astype(np.int64)),

@@ -35,7 +35,7 @@ from .callbacks import EpochLines, TrainingBar
 from .datamodule import TraceDataModule
 from .export import ExportConfig, export_router
 from .module import RouterModule
-from .recalibrate import RECALIBRATIONS
+from .recalibrate import RECALIBRATIONS, check_recalibration
 
 __all__ = ["main", "quiet_lightning"]
 
@@ -160,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with quiet_lightning():
         cli = _parse([_underscored(word) for word in words])
         out = Path(cli.config["out"])
+        check_recalibration(cli.model.head, cli.config_init["bundle"].recalibrate)
         cli.datamodule.setup("fit")  # missing traces are answered before anything is written
         stopped = _stopped_run(cli.config["ckpt_path"], cli.model)
         if cli.trainer.is_global_zero:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..data.progress import announce, describe_bytes
 from ..data.prompts import document_of
@@ -98,6 +98,7 @@ class TraceDataModule(pl.LightningDataModule):
         self.calibration_share = calibration_share
         self.train: TraceTensors | ScannedSplit | None = None
         self.validation: TraceTensors | None = None
+        self._training: Dataset[Examples] | None = None
 
     def setup(self, stage: str | None = None) -> None:
         """Read both splits, once.
@@ -168,22 +169,26 @@ class TraceDataModule(pl.LightningDataModule):
         return Traces.open(self.traces_dir, check=False).manifest.plan.top_k if self.reading.candidates else 0
 
     def train_dataloader(self) -> DataLoader[Examples]:
-        """Shuffled training batches; a resumed run goes on with the epoch that it was stopped in."""
-        epoch = self.trainer.current_epoch if self.trainer else 0
-        return self._loader(self.train, self.batch_size, shuffle=True, epoch=epoch)
+        """Shuffled training batches, in another order each epoch."""
+        loader = self._loader(self.train, self.batch_size, shuffle=True)
+        self._training = loader.dataset
+        return loader
+
+    def start_epoch(self, epoch: int) -> None:
+        """Take the order of this epoch next: a resumed run asks for its batches before it knows where it stopped."""
+        assert isinstance(self._training, Scan | Sequences | Slices), "train_dataloader comes first"
+        self._training.epoch = epoch
 
     def val_dataloader(self) -> DataLoader[Examples]:
         """Validation batches in order."""
-        return self._loader(self.validation, VALIDATION_BATCH, shuffle=False, epoch=0)
+        return self._loader(self.validation, VALIDATION_BATCH, shuffle=False)
 
-    def _loader(
-        self, split: TraceTensors | ScannedSplit | None, size: int, shuffle: bool, epoch: int
-    ) -> DataLoader[Examples]:
+    def _loader(self, split: TraceTensors | ScannedSplit | None, size: int, shuffle: bool) -> DataLoader[Examples]:
         assert split is not None, "setup comes first"
         if isinstance(split, ScannedSplit):
-            return DataLoader(Scan(split, size, shuffle, self.seed, epoch), batch_size=None)
+            return DataLoader(Scan(split, size, shuffle, self.seed), batch_size=None)
         kind = Sequences if self.sequences else Slices
-        return DataLoader(kind(split, size, shuffle, self.seed, epoch), batch_size=None)
+        return DataLoader(kind(split, size, shuffle, self.seed), batch_size=None)
 
     def _load(self, traces: Traces, split: str) -> TraceTensors:
         loaded = read_split(traces, split, self.reading)

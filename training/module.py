@@ -129,8 +129,10 @@ class RouterModule(pl.LightningModule):
             self.trainer.fit_loop.max_epochs = 1
 
     def on_train_start(self) -> None:
-        """Fit a head that fits itself, on the whole training split."""
+        """Go on where a resumed run stopped; fit a head that fits itself, on the whole training split."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, TraceDataModule):
+            data.start_epoch(self.current_epoch)
         if self.fits_itself:
             rank_zero_only(announce)(f"Fitting {self.head.kind} on {len(data.train):,} positions, once")
             self.head.fit(data.train.examples, data.validation.examples, data.seed)

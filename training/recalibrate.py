@@ -21,7 +21,7 @@ from .estimates import estimate
 from .isotonic import fit_isotonic
 from .splits import TraceTensors
 
-__all__ = ["RECALIBRATIONS", "Recalibration", "cross_validated_error", "recalibrate"]
+__all__ = ["RECALIBRATIONS", "Recalibration", "check_recalibration", "cross_validated_error", "recalibrate"]
 
 RECALIBRATIONS = ("none", "isotonic", "auto")
 
@@ -44,6 +44,17 @@ class Recalibration:
     after: float
 
 
+def check_recalibration(head: Any, how: str) -> None:
+    """Refuse a map for a head that has none.
+
+    Raises:
+        ValueError: an unknown name, or a map asked for a head that is fed α or pools a belief.
+    """
+    check_choice("recalibrate", how, RECALIBRATIONS)
+    if how == "isotonic" and not _has_map(head):
+        raise ValueError(f"recalibrate: expected none or auto for estimator {head.estimator!r}, got {how!r}")
+
+
 def recalibrate(head: Any, split: TraceTensors, how: str) -> dict[str, Recalibration]:
     """Fit a map for each loss of the head, and give it to the head.
 
@@ -54,13 +65,10 @@ def recalibrate(head: Any, split: TraceTensors, how: str) -> dict[str, Recalibra
             documents; ``none`` fits none.
 
     Raises:
-        ValueError: an unknown name, or a map asked for a head that is fed α or pools a belief, which has none.
+        ValueError: as `check_recalibration`.
     """
-    check_choice("recalibrate", how, RECALIBRATIONS)
-    mapped = head.estimator in ("gap", "two_confidence")
-    if not mapped and how == "isotonic":
-        raise ValueError(f"recalibrate: expected none or auto for an estimator without a gap of its own, got {how!r}")
-    if how == "none" or not mapped:
+    check_recalibration(head, how)
+    if how == "none" or not _has_map(head):
         return {}
     gaps, seen, found = estimate(head, split), split.counted, {}
     document = documents(seen.prompt_ids, seen.prompt_index.numpy())
@@ -76,6 +84,10 @@ def recalibrate(head: Any, split: TraceTensors, how: str) -> dict[str, Recalibra
         if found[loss].kept:
             head.set_calibration(loss, *fit_isotonic(gap, label, torch.ones_like(gap), _POINTS))
     return found
+
+
+def _has_map(head: Any) -> bool:
+    return head.estimator in ("gap", "two_confidence")
 
 
 def cross_validated_error(gap: Float[Tensor, "N"], label: Float[Tensor, "N"], document: Tensor) -> tuple[float, float]:

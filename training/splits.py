@@ -118,7 +118,8 @@ class TraceTensors:
 
     def take(self, rows: Tensor) -> "TraceTensors":
         """Positions by index or by mask; prompts keep their numbers."""
-        return replace(self, **{name: value[rows] for name, value in self._tensors().items()})
+        taken: dict[str, Any] = {name: value[rows] for name, value in self._tensors().items()}
+        return replace(self, **taken)
 
     def weighted(self, weight: str, seed: int) -> "TraceTensors":
         """Weigh positions as `document_weights` says; those of weight 0 are left out."""
@@ -359,5 +360,5 @@ def some_positions(split: TraceTensors | ScannedSplit, count: int = PIECE) -> Ex
 
 def concatenate(parts: Iterable[Examples]) -> Examples:
     """Put batches of positions one behind the other."""
-    columns = zip(*parts, strict=True)
-    return Examples(*(None if column[0] is None else torch.cat(column) for column in columns))
+    columns: Iterable[Any] = zip(*parts, strict=True)
+    return Examples(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ class GapMetrics(HeadMetrics):
         gap = None if head.estimator == "cost_sensitive" else head.estimate(examples)[counts]
         for column, loss in enumerate(self.losses):
             costs = losses_of(correctness, loss)
-            prices = self.metrics[f"val_regret_{loss}"].prices
+            prices: Tensor = self.metrics[f"val_regret_{loss}"].prices  # type: ignore[assignment]  # a metric's state
             if gap is None:
                 margins = [head(features, price.expand(counts.shape))[counts][..., column] for price in prices]
                 self._add(f"val_regret_{loss}", torch.stack(margins, dim=-1) > 0, tv, *costs)

@@ -156,7 +156,7 @@ def test_the_grid_may_come_from_other_positions(held_out: TraceTensors, head: Ro
 class _Decider(torch.nn.Module):
     """A head that is fed α and answers with a margin: the given gap head's, turned into a decision."""
 
-    estimator, context, losses = "cost_sensitive", 0, ("zero_one", "sampled")
+    estimator, context, gap_losses = "cost_sensitive", 0, ("zero_one", "sampled")
 
     def __init__(self, head: RouterHead, held_out: TraceTensors) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_a_bundle_of_positions_answers_as_its_checkpoint(name: str, traces: Path
     head = train(traces, tmp_path, POSITION_HEADS[name]).head
     router = LearnedRouter.from_pretrained(tmp_path / "router", loss="zero_one")
     split, tensors = read(traces, head, "test")
-    order = split.sequences
+    order = split.sequences()
     assert (order >= 0).all(), "prompts of one length"
     stats = split.stats.arrange(order)
     if head.estimator == "cost_sensitive":
@@ -112,7 +112,7 @@ def test_a_head_that_reads_order_is_calibrated_in_order(traces: Path, tmp_path: 
     held = torch.isin(split.prompt_index, back.prompt_index)
     for row in router.config.calibration["sampled"]:
         chosen = router.with_alpha(row.alpha)
-        defer = defer_in_order(chosen, split.stats, split.sequences)[held].float()
+        defer = defer_in_order(chosen, split.stats, split.sequences())[held].float()
         assert float(defer.mean()) == pytest.approx(row.deferral, abs=1e-5)
         assert float((defer * split.stats.tv[held]).mean()) == pytest.approx(row.rejection, abs=1e-4)
     backwards = estimate(head, back.take(torch.arange(len(back)).flip(0))).flip(0)

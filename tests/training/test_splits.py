@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from speccascade.data.traces import Traces, document_of
+from speccascade.data.prompts import document_of
+from speccascade.data.traces import Traces
 from speccascade.router.examples import Examples
 from speccascade.router.features import build_features
 from speccascade.training.splits import (

@@ -114,7 +114,7 @@ def test_decisions_have_a_regret_alone() -> None:
 
 def test_a_belief_is_compared_with_both_models() -> None:
     candidates = torch.tensor([[[0.5, 0.2], [0.25, 0.7]], [[0.5, 0.4], [0.0, 0.0]]])
-    data = examples(2)._replace(candidates=candidates, truth=torch.tensor([1, 2]))
+    data = examples(40)._replace(candidates=candidates.repeat(20, 1, 1), truth=torch.tensor([1, 2]).repeat(20))
     figures, gaps = measure(Pooled(), data), measure(Fake(), data)
     assert set(figures) == {*gaps, "val_log_loss_draft", "val_log_loss_verifier"}
     assert all(figures[name] == pytest.approx(gaps[name]) for name in gaps), "the gaps that follow are measured as any"
