@@ -43,7 +43,7 @@ def test_train_config_is_taken(file: Path, capsys) -> None:
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["out"] == f"runs/{file.stem}"
     assert resolved["data"]["traces"] == f"runs/{'demo' if file.stem in OTHER_HEADS else file.stem}/traces"
-    model = {**resolved["model"], "top_k": 16} if file.stem == "token" else resolved["model"]
+    model = resolved["model"] | ({"top_k": 16} if resolved["model"]["kind"] == "pooled" else {})
     RouterModule(**{name: tuple(value) if isinstance(value, list) else value for name, value in model.items()})
 
 
