@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from speccascade.data.prompts import document_of
+from speccascade.data.resampling import documents
 from speccascade.data.traces import Traces
 from speccascade.router.examples import Examples
 from speccascade.router.features import build_features
@@ -97,7 +97,7 @@ def test_moments_of_pieces_are_those_of_the_whole() -> None:
 
 def test_windows_of_a_text_are_one_document() -> None:
     index = torch.tensor([3, 0, 1, 2, 2])
-    assert document_of(("a", "b", "a-1", "b-12"), index).tolist() == [1, 0, 1, 0, 0]
+    assert documents(("a", "b", "a-1", "b-12"), index.numpy()).tolist() == [1, 0, 1, 0, 0]
 
 
 def test_documents_count_alike_whatever_their_length() -> None:
