@@ -187,7 +187,8 @@ def _stack_parts(axes: Axes, rows: pd.DataFrame) -> None:
             axes.barh(height, value, left=side[height], color=color, height=0.62, label=part if height == 0 else None)
             side[height] += value
     axes.hlines(heights, rows["regret_low"], rows["regret_high"], color=INK, lw=1.4, label="regret, 95%")
-    axes.axvline(rows["noise"].to_numpy(dtype=float)[0], color=BOUND, lw=0.9, dashes=(2, 2), label="noise, were p the truth")
+    noise = rows["noise"].to_numpy(dtype=float)[0]
+    axes.axvline(noise, color=BOUND, lw=0.9, dashes=(2, 2), label="noise, were p the truth")
 
 
 def plot_reliability(bins: pd.DataFrame, errors: Mapping[str, Any], directory: Path) -> list[Path]:
