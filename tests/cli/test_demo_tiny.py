@@ -96,7 +96,7 @@ def test_a_second_run_reuses_every_stage(first, workplace) -> None:
     again = _demo(workplace)
     assert again.returncode == 0, again.stderr
     assert again.stderr.count(": reused (") == len(STAGES)
-    assert again.stdout == first.stdout
+    assert again.stdout and first.stdout.endswith(again.stdout), "the offline table is printed where it is made"
 
 
 def test_lost_results_are_made_again(first, workplace) -> None:
