@@ -117,7 +117,7 @@ CASES: dict[str, tuple[TargetRule, Formula]] = {
     "opt_log": (rules.OPTLog(0.2), switch(lambda x: entropy(x.q0) > entropy(x.p0) + 0.2 * x.tv)),
     "bild_star": (rules.BiLDStar(1.3), switch(lambda x: -torch.tensor(x.p0_of_draft).log().item() > 1.3)),
     "verifier_gap": (rules.VerifierGap(0.5), switch(lambda x: float(x.p0.max()) - x.p0_of_draft > 0.5 * x.tv)),
-    "expected_gain": (rules.ExpectedGain(0.3), switch(lambda x: float((x.p0 * (x.p - x.q)).sum()) > 0.3 * x.tv)),
+    "expected_gain": (rules.ExpectedGain(0.2), switch(lambda x: float((x.p0 * (x.p - x.q)).sum()) > 0.2 * x.tv)),
     "token_v1": (rules.TokenV1(0.2), move(lambda x: x.q0 < x.p0.max() - 0.2)),
     "token_v2": (rules.TokenV2(0.2), move(lambda x: x.p0 < x.p0.max() - 0.2)),
     "token_v3": (rules.TokenV3(0.6), move(lambda x: x.p0 < 0.4 * x.p0.max())),
