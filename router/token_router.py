@@ -176,8 +176,8 @@ class TokenRouter(Bundled):
     def _ask(self, block: VerifyBlock) -> Belief:
         # Before the statistics: these read their maxima from what is found here.
         found = find_candidates(block.draft_raw, block.verifier_raw, self.config.top_k)
-        flat = (columns.flatten(0, 1) for columns in (found.draft, found.verifier, found.tokens))
-        belief, tail = self.belief_over(*flat, block.stats)
+        draft, verifier, tokens = (columns.flatten(0, 1) for columns in (found.draft, found.verifier, found.tokens))
+        belief, tail = self.belief_over(draft, verifier, tokens, block.stats)
         verifier_tail = (1 - found.verifier.sum(dim=-1)).clamp_min(TAIL_FLOOR)
         cut = block.draft_raw is not block.draft or block.verifier_raw is not block.verifier
         return Belief(

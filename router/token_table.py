@@ -31,8 +31,9 @@ class TokenTable(nn.Module):
 
     def __init__(self, columns: int, rank: int) -> None:
         super().__init__()
-        self.query = nn.Sequential(nn.Dropout(0.0), nn.Linear(columns, rank, bias=False))
-        nn.init.zeros_(self.query[1].weight)
+        self.dropout = nn.Dropout(0.0)
+        self.query = nn.Linear(columns, rank, bias=False)
+        nn.init.zeros_(self.query.weight)
         self.vectors = nn.Parameter(torch.zeros(1, rank))
         self.biases = nn.Parameter(torch.zeros(1))
         self.register_buffer("rows", torch.zeros(1, dtype=torch.int32))
@@ -58,7 +59,7 @@ class TokenTable(nn.Module):
     def forward(self, columns: Float[Tensor, "N C"], tokens: Int[Tensor, "N K"]) -> Float[Tensor, "N K"]:
         """Return by how much each candidate's score changes; 0 for unknown tokens."""
         rows = self.rows[tokens].long()
-        matches = (self.vectors[rows] * self.query(columns).unsqueeze(1)).sum(dim=-1) + self.biases[rows]
+        matches = (self.vectors[rows] * self.query(self.dropout(columns)).unsqueeze(1)).sum(dim=-1) + self.biases[rows]
         return torch.where(rows > 0, matches, 0.0)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:

@@ -49,7 +49,7 @@ def test_scores_change_by_query_times_vector_plus_bias() -> None:
     table = head.table
     assert table is not None
     columns, tokens = torch.randn(4, 16), torch.tensor([[2, 3, 5], [11, 2, 0], [7, 8, 9], [5, 5, 19]])
-    query = (columns @ table.query[1].weight.T).detach()
+    query = (columns @ table.query.weight.T).detach()
     for place, row in enumerate(tokens.tolist()):
         for slot, token in enumerate(row):
             at = KNOWN.tolist().index(token) + 1 if token in KNOWN.tolist() else None
