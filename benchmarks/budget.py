@@ -27,7 +27,7 @@ from speccascade.router.budgets import last_within
 from speccascade.router.bundle import load_bundle
 from speccascade.training.bounds import mean_upper_bound
 from speccascade.training.calibrate import make_grid, make_regime, sums_by_document
-from speccascade.training.datamodule import load_split
+from speccascade.training.splits import Reading, read_split
 
 Array = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ def main() -> None:
         print(f"left out: no router at {options.router}; `speccascade demo` makes one")
         return
     traces, head = Traces.open(options.traces), load_bundle(options.router).head()
-    grid_split = load_split(traces, options.grid_split, head.feature_set)
+    grid_split = read_split(traces, options.grid_split, reading_of(head))
     figures = []
     for regime in options.regimes:
         alphas = make_grid(head, grid_split, regime, options.points)
@@ -80,11 +80,15 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def reading_of(head: Any) -> Reading:
+    return Reading(head.feature_set, candidates=head.kind == "pooled", whole_prompts=bool(head.context))
+
+
 def measure_pool(head: Any, traces: Traces, splits: list[str], regime: str, alphas: list[float]) -> tuple[Array, Array]:
     """Quality drop of every document at every α ``[D, M]``, and the rejection rate over the pool ``[M]``."""
     drops, spent, positions = [], np.zeros(len(alphas)), 0
     for split in splits:
-        tensors = load_split(traces, split, head.feature_set)
+        tensors = read_split(traces, split, reading_of(head))
         seen = make_regime(head, tensors, regime)
         counts = np.bincount(seen.document).astype(float)
         sums = np.stack([sums_by_document(alpha, seen, len(counts)) for alpha in alphas], axis=1)
