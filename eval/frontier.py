@@ -49,7 +49,8 @@ class FrontierConfig:
         points: settings of each rule, spread evenly over its range of rejection.
         resamples: bootstrap resamples of the documents.
         seed: of the resampling.
-        losses: which of ``zero_one``, ``sampled``, ``log``, ``greedy`` to measure.
+        losses: which of ``zero_one``, ``sampled``, ``log``, ``greedy`` to measure; to the default `run_offline` adds
+            ``log`` where a router of positions has learned it.
         budgets: shares of lossless decoding's rejection at which methods are also compared one by one.
         prices: αs at which the regret of rules with a score is split into parts.
     """
@@ -118,7 +119,7 @@ def _measure_loss(
     known = [method for method in methods if loss in method.losses]
     for method in methods:
         if method not in known:
-            announce(f"offline: {method.label} has not learned the loss {loss!r}; left out of its table")
+            announce(f"offline: {method.label} decides nothing by the loss {loss!r}; left out of its table")
     curves = [_measure_method(method, loss, validation, test, ledger, config) for method in known]
     bound = [ledger.add(test.sum_outcome(outcome)) for outcome in _clairvoyant(test, loss)]
     measured = ledger.close()
@@ -140,6 +141,7 @@ def _summarise(
     paths = {curve.method.name: curve.path for curve in curves}
     kinds = {curve.method.name: curve.method.kind for curve in curves}
     labels = {curve.method.name: curve.method.label for curve in curves}
+    twins = {curve.method.name: curve.method.twin for curve in curves if curve.method.twin}
     areas = {name: measured.area(path) for name, path in {**paths, "clairvoyant": bound}.items()}
     at_budgets = {name: [measured.at(path, share) for share in config.budgets] for name, path in paths.items()}
     comparisons = compare_frontiers(areas, at_budgets, kinds, config.budgets)
@@ -155,7 +157,7 @@ def _summarise(
             name: [_as_dict(interval(value, samples)) for value, samples in rows] for name, rows in at_budgets.items()
         },
         "comparisons": comparisons,
-        "verdict": state_verdict(loss, comparisons, kinds, labels),
+        "verdict": state_verdict(loss, comparisons, kinds, labels, twins),
     }
 
 

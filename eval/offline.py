@@ -36,8 +36,8 @@ def run_offline(config: EvaluateConfig) -> Path:
 
     Writes ``frontier``, ``frontier_curves``, ``rates``, ``reliability``, ``regret`` (Parquet) and ``frontier.json``.
     Every plug-in rule takes part, which costs seconds, unless ``config.methods`` differs from its default: then those
-    it names, and OPT, whose distance is the unit. The log loss is added to the default losses where a router has
-    learned it.
+    it names, and OPT, whose distance is the unit. The log loss is added to the default losses where a router of
+    positions has learned it.
 
     Raises:
         ValueError: no traces given, or a split that they lack.
@@ -127,7 +127,8 @@ def _plug_ins(names: Sequence[str]) -> list[Method]:
 
 
 def _add_learned_losses(settings: FrontierConfig, routers: Iterable[Method]) -> FrontierConfig:
-    learned = any("log" in router.losses and router.bundle for router in routers)
+    """Ask for the log loss too where a router has a gap for it; token rules that believe P̂ serve every loss."""
+    learned = any("log" in router.losses and not router.twin for router in routers)
     if settings.losses != DEFAULT_LOSSES or not learned:
         return settings
     return replace(settings, losses=(*DEFAULT_LOSSES, "log"))

@@ -51,13 +51,35 @@ def _difference(ours: Measured, theirs: Measured) -> dict[str, Any]:
 
 
 def state_verdict(
-    loss: str, comparisons: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], labels: Mapping[str, str]
+    loss: str,
+    comparisons: Sequence[Mapping[str, Any]],
+    kinds: Mapping[str, str],
+    labels: Mapping[str, str],
+    twins: Mapping[str, str],
 ) -> list[str]:
-    """One paragraph for each router: against rules of its own kind, then against token rules."""
-    routers = [name for name, kind in kinds.items() if kind == "router"]
-    return [
-        _state_one(loss, router, [row for row in comparisons if row["router"] == router], labels) for router in routers
-    ]
+    """Say in words who loses: a paragraph for each router's own choice, a sentence for all token rules with P̂ together.
+
+    Args:
+        loss: one of `methods.REPLAY_LOSSES`.
+        comparisons: of `compare_frontiers`.
+        kinds: kind of every method.
+        labels: how tables call it.
+        twins: the plug-in rule of each method that is one with P̂ in the place of p°.
+    """
+    choosing = [name for name, kind in kinds.items() if kind == "router" and name not in twins]
+    said = [_state_one(loss, one, [row for row in comparisons if row["router"] == one], labels) for one in choosing]
+    paired = [row for row in comparisons if twins.get(row["router"]) == row["rule"]]
+    return said + ([_state_twins(loss, paired, labels)] if paired else [])
+
+
+def _state_twins(loss: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    """How rules that believe P̂ do against themselves with p°."""
+    named = {
+        said: [labels[row["router"]] for row in rows if row["outcome"] == outcome]
+        for outcome, said in (("loses", "LOSES"), ("wins", "wins"), ("ties", "ties"))
+    }
+    found = "; ".join(f"{said}: {_join(names)}" for said, names in named.items() if names)
+    return f"Token rules with P̂, each against itself with p°, {_IN_WORDS[loss]}: {found}."
 
 
 def _state_one(loss: str, router: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:

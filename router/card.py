@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from .config import CalibrationRow, RouterConfig
-from .features import feature_width
+from .features import feature_width, needs_hidden
 
 __all__ = ["render_card"]
 
@@ -17,9 +17,8 @@ def render_card(config: RouterConfig) -> str:
     sections = [
         _header(config),
         f"# Router for {drafter} → {verifier}",
-        f"A trained deferral rule for a speculative cascade: `{drafter}` drafts, `{verifier}` verifies, and this "
-        "router decides at each drafted position which of the two the emitted token follows. "
-        "It reads statistics of both models' distributions, never text, and changes neither model.",
+        f"For a speculative cascade: `{drafter}` drafts, `{verifier}` verifies. {_purpose(config)} "
+        f"{_read(config)} It changes neither model.",
         _usage(config),
         _facts(config),
         f"## What alpha means\n\n{config.alpha_meaning}\n\nDefault: {config.default_alpha:.3g}.",
@@ -28,10 +27,38 @@ def render_card(config: RouterConfig) -> str:
         "## Limits\n\n"
         f"For this pair and its vocabulary only: `check_pair` refuses another, and `speccascade generate` and "
         f"`evaluate` call it. {_training_text(config)} "
-        "On text unlike it, the decisions stay valid (every emitted token follows the drafter's or the verifier's "
-        "distribution exactly), but the figures above need not hold.",
+        f"On text unlike it, the decisions stay valid ({_kept(config)}), but the figures above need not hold.",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _purpose(config: RouterConfig) -> str:
+    """What is decided, and by what."""
+    decides = "decides at each drafted position which of the two the emitted token follows."
+    if config.kind != "pooled":
+        return f"This trained rule {decides}"
+    return (
+        "This router estimates the next token's distribution over both models' most probable tokens, and by default "
+        f"{decides} Its estimate can also stand in for the verifier's confidence in a rule that decides token by token."
+    )
+
+
+def _read(config: RouterConfig) -> str:
+    """What it is told of the text."""
+    hidden = " and hidden states" if needs_hidden(config.feature_set) else ""
+    if config.kind != "pooled":
+        return f"It reads statistics of both models' distributions{hidden}, no token."
+    seen = f"It reads statistics of both models' distributions{hidden}, and how probable each holds those tokens"
+    if config.token_rank:
+        return f"{seen}; of those, it also reads which they are, for it has learned a correction for many a token."
+    return f"{seen}, not which they are."
+
+
+def _kept(config: RouterConfig) -> str:
+    """What holds of every emitted token."""
+    if config.kind != "pooled":
+        return "every emitted token follows the drafter's or the verifier's distribution exactly"
+    return "every emitted token follows the rule's distribution exactly, by default the drafter's or the verifier's"
 
 
 def _header(config: RouterConfig) -> str:

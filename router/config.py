@@ -15,7 +15,14 @@ from .checks import check_choice, nearest
 from .features import FEATURE_SETS, scalar_names, schema_digest
 from .heads import ESTIMATORS, HEAD_KINDS, HeadSpec
 
-__all__ = ["ALPHA_MEANING", "CALIBRATION_KEYS", "SCHEMA_VERSION", "CalibrationRow", "RouterConfig"]
+__all__ = [
+    "ALPHA_MEANING",
+    "CALIBRATION_KEYS",
+    "POOLED_ALPHA_MEANING",
+    "SCHEMA_VERSION",
+    "CalibrationRow",
+    "RouterConfig",
+]
 
 SCHEMA_VERSION = 2
 
@@ -25,6 +32,11 @@ ALPHA_MEANING = (
     "The price of one rejection, in units of quality: defer to the verifier where the expected gain in the chance of "
     "the right token exceeds alpha times the chance D_TV(p, q) that deferring rejects the draft. Larger alpha, fewer "
     "rejections. Not comparable with the alpha of any other rule."
+)
+
+POOLED_ALPHA_MEANING = (
+    f"{ALPHA_MEANING} The expected gain is that of the estimate. All this is about the default rule, `expected_gain`: "
+    "with another rule alpha is that rule's own dial, and has to be given."
 )
 
 

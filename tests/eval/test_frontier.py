@@ -10,6 +10,7 @@ import torch
 from speccascade.eval.frontier import FrontierConfig, _distances, measure_frontiers
 from speccascade.eval.methods import Method, plug_in_methods
 from speccascade.eval.replay import Replay
+from speccascade.eval.verdict import compare_frontiers, state_verdict
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,24 @@ def test_a_bad_router_loses_and_the_verdict_says_so(splits):
     found = measure_frontiers(methods, *splits, config).summary["zero_one"]
     assert found["comparisons"][0]["outcome"] == "loses"
     assert "LOSES beyond its interval to VerifierGap" in found["verdict"][0]
+
+
+def test_token_rules_with_a_belief_share_one_sentence():
+    kinds = {"opt": "position", "token_v2": "token", "greedyward": "token", "token_v3": "token"}
+    twins = {f"router-{name}": name for name in ("greedyward", "token_v2", "token_v3", "lossy")}
+    kinds |= dict.fromkeys(["router", *twins], "router")
+    labels = {name: name.upper() for name in kinds}
+    differences = {"router-greedyward": 1.0, "router-token_v2": -1.0, "router-token_v3": 0.0}
+    spread = np.array([-0.1, 0.1])
+    areas = {name: (differences.get(name, 0.0), differences.get(name, 0.0) + spread * (name in differences))
+             for name in kinds}  # fmt: skip
+    comparisons = compare_frontiers(areas, {name: [] for name in kinds}, kinds, [])
+    own, token = state_verdict("sampled", comparisons, kinds, labels, twins)
+    assert own.startswith("ROUTER, sampled-token loss. Against position-level plug-in rules")
+    assert token == (
+        "Token rules with P̂, each against itself with p°, sampled-token loss: "
+        "LOSES: ROUTER-GREEDYWARD; wins: ROUTER-TOKEN_V2; ties: ROUTER-TOKEN_V3."
+    )
 
 
 def test_paired_differences_are_narrower_than_independent_ones(frontiers):

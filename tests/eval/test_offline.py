@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from speccascade.eval import offline
 from speccascade.eval.config import DEFAULT_METHODS, EvaluateConfig
 from speccascade.eval.diversity import pick_settings
 from speccascade.eval.frontier import FrontierConfig, as_quality, measure_frontiers
-from speccascade.eval.methods import Method, _token_method, colder_methods, plug_in_methods
+from speccascade.eval.methods import REPLAY_LOSSES, Method, _token_method, colder_methods, plug_in_methods
 from speccascade.eval.offline import (
     _add_learned_losses,
     _plug_ins,
@@ -56,6 +57,8 @@ def test_log_loss_comes_with_a_router_that_learned_it():
     assert _add_learned_losses(FrontierConfig(), [plain]).losses == ("zero_one", "sampled", "greedy")
     assert _add_learned_losses(FrontierConfig(), [plain, learned]).losses[-1] == "log"
     assert _add_learned_losses(FrontierConfig(losses=("sampled",)), [learned]).losses == ("sampled",)
+    believing = replace(make_router(REPLAY_LOSSES), twin="learned_lossy")
+    assert "log" not in _add_learned_losses(FrontierConfig(), [plain, believing]).losses
 
 
 def test_an_unknown_loss_is_refused():

@@ -257,6 +257,19 @@ def test_the_card_is_worth_reading(exported: Path, config: RouterConfig) -> None
     assert "0.700 (0.600 to 0.800)" in card and "| held_out_loss | 0.25 |\n| positions | 14387 |" in card
 
 
+def test_the_card_tells_what_is_read(config: RouterConfig) -> None:
+    card = bundle.render_card(config)
+    assert "This trained rule decides" in card and "distributions, no token." in card
+    pooled = dataclasses.replace(config, kind="pooled", estimator="pooled")
+    for rank, read in ((0, "not which they are"), (8, "it also reads which they are")):
+        card = bundle.render_card(dataclasses.replace(pooled, token_rank=rank))
+        assert "estimates the next token's distribution" in card and read in card
+        assert "follows the rule's distribution exactly" in card
+    assert "distributions and hidden states" in bundle.render_card(
+        dataclasses.replace(config, feature_set="verified+hidden", hidden_sizes=(3, 4))
+    )
+
+
 def test_the_card_keeps_folders_of_the_training_machine_to_itself(config: RouterConfig) -> None:
     local = dataclasses.replace(config, drafter="/home/someone/runs/drafter", calibration={}, figures={})
     card = bundle.render_card(local)

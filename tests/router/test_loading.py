@@ -31,6 +31,11 @@ def test_the_bundle_says_which_router_it_is(bundle: tuple[str, Path]) -> None:
     assert router.alpha == 0.25 and load_router(folder, 0.5).alpha == 0.5
 
 
+def test_the_bundle_says_what_its_alpha_means(bundle: tuple[str, Path]) -> None:
+    kind, folder = bundle
+    assert ("with another rule" in load_router(folder).config.alpha_meaning) == (kind == "pooled")
+
+
 def test_a_rule_is_for_beliefs_alone(bundle: tuple[str, Path]) -> None:
     kind, folder = bundle
     if kind == "pooled":
