@@ -105,8 +105,8 @@ def scored_methods(methods: Sequence[Method]) -> list[Scored]:
 
 
 def scores_positions(rule: Any) -> bool:
-    """Whether a router estimates a gap from one position alone; of one that reads their order nothing is split."""
-    return hasattr(rule, "gap") and not getattr(rule, "context", 0)
+    """Whether a router estimates a gap from one position alone; of others (fed α, or reading order) nothing is split."""
+    return hasattr(rule, "gap") and not getattr(rule, "context", 0) and not getattr(rule, "reads_alpha", False)
 
 
 def _router_score(method: Method) -> Scored:
