@@ -105,7 +105,7 @@ def scored_methods(methods: Sequence[Method]) -> list[Scored]:
 
 
 def scores_positions(rule: Any) -> bool:
-    """Whether a router estimates a gap from one position alone; of others (fed α, or reading order) nothing is split."""
+    """Whether a router estimates a gap from one position; of one that is fed α or reads order nothing is split."""
     return hasattr(rule, "gap") and not getattr(rule, "context", 0) and not getattr(rule, "reads_alpha", False)
 
 
