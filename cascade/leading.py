@@ -16,7 +16,7 @@ from torch.nn import functional
 from .extremes import find_largest
 from .forms import Certain, Distribution, FromLogits
 
-__all__ = ["Leading", "find_leading", "order_ties"]
+__all__ = ["Leading", "find_leading", "order_ties", "values_at"]
 
 
 class Leading(NamedTuple):
@@ -41,7 +41,7 @@ def find_leading(draft: Distribution, verifier: Distribution, count: int) -> Lea
     """Search q° and p° for their ``count`` most probable tokens."""
     draft_top, draft_tokens = _search(draft, count)
     verifier_top, verifier_tokens = _search(verifier, count)
-    found = (draft_top, _values_at(verifier, draft_tokens), verifier_top, _values_at(draft, verifier_tokens))
+    found = (draft_top, values_at(verifier, draft_tokens), verifier_top, values_at(draft, verifier_tokens))
     return Leading(*(functional.pad(values, (0, count - values.shape[-1])) for values in found))
 
 
@@ -63,17 +63,17 @@ def _search(
         certain = distribution.argmax.unsqueeze(-1)
         others = torch.arange(count - 1, device=certain.device)
         tokens = torch.cat([certain, others + (others >= certain)], dim=-1)
-        return _values_at(distribution, tokens), tokens
+        return values_at(distribution, tokens), tokens
     # Logits are ordered as their probabilities are, and need no second table.
     scores = distribution.logits if isinstance(distribution, FromLogits) else distribution.dense
     # As many again: equals at the last place are then told apart by their ids, as they are in a trace.
     wanted = min(2 * count, distribution.vocab_size)
     tokens = find_largest(scores.reshape(-1, scores.shape[-1]), wanted)[1].view(*distribution.shape, wanted)
-    return order_ties(_values_at(distribution, tokens), tokens, count)
+    return order_ties(values_at(distribution, tokens), tokens, count)
 
 
-def _values_at(distribution: Distribution, tokens: Int[Tensor, "*batch K"]) -> Float[Tensor, "*batch K"]:
-    """Probabilities of several tokens a position."""
+def values_at(distribution: Distribution, tokens: Int[Tensor, "*batch K"]) -> Float[Tensor, "*batch K"]:
+    """Return the probabilities of several tokens a position, without a table of all where there is none yet."""
     if isinstance(distribution, Certain):
         return (tokens == distribution.argmax.unsqueeze(-1)).float()
     if isinstance(distribution, FromLogits) and "dense" not in vars(distribution):

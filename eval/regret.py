@@ -76,7 +76,7 @@ def _confidence_gap(stats: Stats, loss: str) -> Tensor:
 
 
 def _verifier_gap(stats: Stats, loss: str) -> Tensor:
-    return stats.verifier_max - stats.verifier_at_draft
+    return stats.argmax_gain
 
 
 def _entropy_gap(stats: Stats, loss: str) -> Tensor:

@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..cascade.extremes import find_argmax, find_largest, second_largest
-from ..cascade.forms import Certain, Distribution, FromLogits, Whole
+from ..cascade.forms import Distribution, FromLogits, Whole
+from ..cascade.leading import values_at
 
 __all__ = ["Belief", "Candidates", "find_candidates"]
 
@@ -49,8 +50,8 @@ def find_candidates(draft: Distribution, verifier: Distribution, top_k: int) -> 
     tokens = torch.cat([_search(draft, top_k), verifier_tokens], dim=-1).sort(dim=-1).values
     repeated = torch.zeros_like(tokens, dtype=torch.bool)
     repeated[..., 1:] = tokens[..., 1:] == tokens[..., :-1]
-    q, p = (_values_at(side, tokens).masked_fill(repeated, 0) for side in (draft, verifier))
-    return Candidates(tokens, q, p, repeated, ceiling=_values_at(verifier, verifier_tokens).amin(dim=-1))
+    q, p = (values_at(side, tokens).masked_fill(repeated, 0) for side in (draft, verifier))
+    return Candidates(tokens, q, p, repeated, ceiling=values_at(verifier, verifier_tokens).amin(dim=-1))
 
 
 class Belief(Distribution):
@@ -169,7 +170,7 @@ class Belief(Distribution):
         """Largest probability and its token: a candidate's, unless one of the many others may be likelier."""
         probs, tokens = self._probs, self._candidates.tokens
         if self._emitters is not None:
-            allowed = (_values_at(self._emitters[0], tokens) > 0) | (_values_at(self._emitters[1], tokens) > 0)
+            allowed = (values_at(self._emitters[0], tokens) > 0) | (values_at(self._emitters[1], tokens) > 0)
             probs = torch.where(allowed, probs, -1)
         best, place = probs.max(dim=-1)
         if bool((best >= self._scale * self._candidates.ceiling).all()):
@@ -187,15 +188,3 @@ def _search(distribution: Distribution, top_k: int) -> Int[Tensor, "*batch K"]:
     # Logits are ordered as their probabilities are, and need no second table.
     scores = distribution.logits if isinstance(distribution, FromLogits) else distribution.dense
     return find_largest(scores.reshape(-1, scores.shape[-1]), count)[1].view(*distribution.shape, count)
-
-
-def _values_at(distribution: Distribution, tokens: Int[Tensor, "*batch K"]) -> Float[Tensor, "*batch K"]:
-    """Probabilities of several tokens a position."""
-    if isinstance(distribution, Certain):
-        return (tokens == distribution.argmax.unsqueeze(-1)).float()
-    if isinstance(distribution, FromLogits) and "dense" not in vars(distribution):
-        behind_best = (
-            distribution.logits.gather(-1, tokens).float() - distribution.logits.amax(-1, keepdim=True).float()
-        )
-        return behind_best.exp() * distribution.maximum.unsqueeze(-1)
-    return distribution.dense.gather(-1, tokens)

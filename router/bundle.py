@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import __version__
 from .card import render_card
 from .checks import check_choice
-from .config import ALPHA_MEANING, POOLED_ALPHA_MEANING, RouterConfig
+from .config import RouterConfig, explain_alpha
 from .export import OPSET, export_onnx
 from .features import FEATURE_SETS, schema_digest
 from .head_base import Signature
@@ -112,7 +112,7 @@ def save_bundle(
     complete = replace(
         config,
         **asdict(head.spec),
-        alpha_meaning=POOLED_ALPHA_MEANING if head.kind == "pooled" else ALPHA_MEANING,
+        alpha_meaning=explain_alpha(head.spec),
         features=FEATURE_SETS[head.feature_set],
         feature_schema=schema_digest(head.feature_set),
         opset=OPSET,

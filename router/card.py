@@ -50,7 +50,9 @@ def _read(config: RouterConfig) -> str:
         return f"It reads statistics of both models' distributions{hidden}, no token."
     seen = f"It reads statistics of both models' distributions{hidden}, and how probable each holds those tokens"
     if config.token_rank:
-        return f"{seen}; of those, it also reads which they are, for it has learned a correction for many a token."
+        return (
+            f"{seen}. It also reads which tokens these are: it learned a correction for each that training met often."
+        )
     return f"{seen}, not which they are."
 
 

@@ -16,28 +16,34 @@ from .features import FEATURE_SETS, scalar_names, schema_digest
 from .heads import ESTIMATORS, HEAD_KINDS, HeadSpec
 
 __all__ = [
-    "ALPHA_MEANING",
     "CALIBRATION_KEYS",
-    "POOLED_ALPHA_MEANING",
     "SCHEMA_VERSION",
     "CalibrationRow",
     "RouterConfig",
+    "explain_alpha",
 ]
 
 SCHEMA_VERSION = 2
 
 CALIBRATION_KEYS = ("greedy", "sampled")
 
-ALPHA_MEANING = (
+_ALPHA_MEANING = (
     "The price of one rejection, in units of quality: defer to the verifier where the expected gain in the chance of "
     "the right token exceeds alpha times the chance D_TV(p, q) that deferring rejects the draft. Larger alpha, fewer "
     "rejections. Not comparable with the alpha of any other rule."
 )
 
-POOLED_ALPHA_MEANING = (
-    f"{ALPHA_MEANING} The expected gain is that of the estimate. All this is about the default rule, `expected_gain`: "
-    "with another rule alpha is that rule's own dial, and has to be given."
-)
+
+def explain_alpha(spec: HeadSpec) -> str:
+    """Say what α means to a router with this head."""
+    if spec.kind == "pooled":
+        return (
+            f"{_ALPHA_MEANING} The expected gain is that of the estimate. All this is about the default rule, "
+            "`expected_gain`: with another rule alpha is that rule's own dial, and has to be given."
+        )
+    if "log" in spec.losses:
+        return f"{_ALPHA_MEANING} Under the loss `log` the gain is one in nats of log probability, and so is the price."
+    return _ALPHA_MEANING
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class RouterConfig:
     rank: int = 0
     token_rank: int = 0
     int8: bool = False
-    alpha_meaning: str = ALPHA_MEANING
+    alpha_meaning: str = _ALPHA_MEANING
     opset: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)

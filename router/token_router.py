@@ -71,7 +71,7 @@ class TokenRouter(Bundled):
 
     def __post_init__(self) -> None:
         check_choice("rule", self.rule, TOKEN_ROUTER_RULES)
-        assert self.inner is not None, "the rule checks its own dial"
+        _ = self.inner  # the rule checks its own dial
 
     @classmethod
     def from_pretrained(
@@ -116,9 +116,13 @@ class TokenRouter(Bundled):
         """The rule that decides; it must be shown a block whose p° is P̂, as `believe` makes one."""
         return rules.get(self.rule, alpha=self.alpha)
 
-    def with_rule(self, rule: str, alpha: float | None = None) -> "TokenRouter":
-        """Return the same router under another rule; α means something else there, so give it too."""
-        return replace(self, rule=rule, alpha=self.alpha if alpha is None else alpha)
+    def with_rule(self, rule: str, alpha: float) -> "TokenRouter":
+        """Return the same router under another rule, at a setting of that rule's own dial.
+
+        Raises:
+            ValueError: a name that is none of ``TOKEN_ROUTER_RULES``, or an α outside the rule's range.
+        """
+        return replace(self, rule=rule, alpha=alpha)
 
     def _check_calibrated(self) -> None:
         if self.rule != CALIBRATED_RULE:

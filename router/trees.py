@@ -134,7 +134,7 @@ class TreeHead(RouterHead):
     ) -> None:
         """Grow the trees, and take the normalisation from the same positions.
 
-        Positions of weight 0 are left out, and so are ties where the loss is known to be zero.
+        Positions of weight 0 are left out, and for ``gap`` those where the 0-1 gap is known to be zero.
 
         Args:
             examples: positions to learn from.

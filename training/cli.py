@@ -210,7 +210,7 @@ def _stopped_run(path: str | None, model: RouterModule) -> str | None:
         raise ValueError(f"ckpt_path: expected a checkpoint of a router's training, got {path!r}") from error
     if "optimizer_states" not in held:
         raise ValueError(f"ckpt_path: expected the last.ckpt of a run, got {path!r}, which holds weights alone")
-    for name in ("kind", "estimator", "feature_set", "hidden", "losses", "context"):
+    for name in ("kind", "estimator", "feature_set", "hidden", "losses", "context", "rank", "token_rank"):
         if settings.get(name) != model.hparams[name]:
             raise ValueError(
                 f"ckpt_path: {path} was trained with {name} {settings.get(name)!r}, not {model.hparams[name]!r}"

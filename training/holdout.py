@@ -18,7 +18,9 @@ __all__ = ["divide"]
 
 
 def divide(split: TraceTensors, share: float) -> tuple[TraceTensors, TraceTensors | None]:
-    """Return the positions of the documents that are not held back, and of those that are; None if there are none.
+    """Return the positions of the documents that are not held back, and of those that are.
+
+    Where one side would be empty nothing is held back: the whole split, and None.
 
     Raises:
         ValueError: a share outside [0, 1].

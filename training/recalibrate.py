@@ -1,7 +1,7 @@
 """Recalibration after training: a rising map of the gap, kept where it helps on documents that it was not fitted on.
 
-Only the scale of a gap changes, never the order of positions of equal distance. The map is fitted on documents that no
-bound is measured on.
+Only the scale of a gap changes: of two positions of equal distance none overtakes the other. The map is fitted on
+documents that no bound is measured on.
 
 Shapes: ``N`` position.
 """
@@ -56,7 +56,7 @@ def check_recalibration(head: Any, how: str) -> None:
 
 
 def recalibrate(head: Any, split: TraceTensors, how: str) -> dict[str, Recalibration]:
-    """Fit a map for each loss of the head, and give it to the head.
+    """Fit a map for each loss that the calibration reads, 0-1 and sampled, where the head has a gap for it.
 
     Args:
         head: estimates gaps.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from ..router.examples import Examples
+from ..router.pooled import TAIL_FLOOR
 from ..router.position_head import CORRECTNESS_ROW
 from .metrics import BrierScore, CalibrationError, FrontierArea, RankingScore, RegretToOracle, spread_prices
 
@@ -23,9 +24,6 @@ MODELS = ("draft", "verifier")
 
 LARGEST_LOG_LOSS = 20.0
 """Nats that a label costs at most, however impossible a model thought it."""
-
-TAIL_FLOOR = 1e-6
-"""The mass of all other tokens is one minus a float32 sum, and no more precise than that."""
 
 
 class HeadMetrics(nn.Module):

@@ -261,7 +261,7 @@ def test_the_card_tells_what_is_read(config: RouterConfig) -> None:
     card = bundle.render_card(config)
     assert "This trained rule decides" in card and "distributions, no token." in card
     pooled = dataclasses.replace(config, kind="pooled", estimator="pooled")
-    for rank, read in ((0, "not which they are"), (8, "it also reads which they are")):
+    for rank, read in ((0, "not which they are"), (8, "It also reads which tokens these are")):
         card = bundle.render_card(dataclasses.replace(pooled, token_rank=rank))
         assert "estimates the next token's distribution" in card and read in card
         assert "follows the rule's distribution exactly" in card

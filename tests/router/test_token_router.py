@@ -414,7 +414,7 @@ def test_each_kind_of_bundle_names_its_class(folder: Path, exported: Path) -> No
 @pytest.mark.parametrize("rule", ["lossy", "chow", "specdecode", "ensemble", "typical"])
 def test_rules_that_would_ignore_it_are_refused(router: TokenRouter, rule: str) -> None:
     with pytest.raises(ValueError, match="rule: expected one of greedyward"):
-        router.with_rule(rule)
+        router.with_rule(rule, 0.1)
 
 
 def test_the_rule_checks_its_dial(router: TokenRouter) -> None:
