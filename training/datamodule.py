@@ -154,9 +154,10 @@ class TraceDataModule(pl.LightningDataModule):
         counts = torch.zeros(self.vocab_size, dtype=torch.long)
         for piece in [self.train.examples] if isinstance(self.train, TraceTensors) else self.train.pieces():
             assert piece.candidates is not None and piece.tokens is not None and piece.truth is not None
-            named = [piece.candidates[..., model].argmax(dim=-1) for model in (0, 1)]
-            for place in (*named, piece.truth[:, None].clamp_max(piece.tokens.shape[1] - 1)[:, 0]):
-                counts += torch.bincount(piece.tokens.gather(1, place[:, None])[:, 0].long(), minlength=len(counts))
+            best = piece.candidates.argmax(dim=-2)
+            named = torch.zeros(*piece.tokens.shape[:1], piece.tokens.shape[1] + 1, dtype=torch.bool)
+            named.scatter_(1, torch.cat([best, piece.truth[:, None]], dim=1), True)  # each once; none: the last column
+            counts += torch.bincount(piece.tokens[named[:, :-1]].long(), minlength=len(counts))
         return (counts >= least).nonzero()[:, 0]
 
     @property

@@ -160,3 +160,20 @@ def test_options_that_do_not_go_together_are_named() -> None:
         TraceDataModule(weight="prompts")
     with pytest.raises(ValueError, match="memory: expected 'whole' or 'auto' for a head that reads order, got 'scan'"):
         TraceDataModule(memory="scan", sequences=True)
+
+
+def test_tokens_are_frequent_where_they_are_a_label_or_a_choice(data: TraceDataModule, traces_dir: Path) -> None:
+    """Each counts once a position, and a label that is no candidate not at all: as a loop counts."""
+    reading = TraceDataModule(str(traces_dir), needs_candidates=True)
+    reading.setup("fit")
+    train = reading.train
+    assert isinstance(train, TraceTensors) and train.candidates is not None
+    assert train.tokens is not None and train.truth is not None
+    counts = dict[int, int]()
+    for candidates, tokens, truth in zip(train.candidates, train.tokens.tolist(), train.truth.tolist(), strict=True):
+        named = {tokens[int(place)] for place in candidates.argmax(dim=0)} | set(tokens[truth : truth + 1])
+        for token in named:
+            counts[token] = counts.get(token, 0) + 1
+    least = sorted(counts.values())[len(counts) // 2]
+    expected = sorted(token for token, count in counts.items() if count >= least)
+    assert reading.frequent_tokens(least).tolist() == expected and 0 < len(expected) < len(counts)
