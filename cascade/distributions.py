@@ -202,9 +202,12 @@ def check_finite(largest: Float[Tensor, "*batch"], source: str) -> None:
 
 
 def row_slices(flat: Float[Tensor, "N V"]) -> list[slice]:
-    """Cut rows into runs that are worked on at once: few on a CPU, so that they stay in its cache; all elsewhere."""
-    size = max(1, _CHUNK // flat.shape[-1]) if flat.device.type == "cpu" else flat.shape[0]
-    return [slice(start, start + size) for start in range(0, flat.shape[0], size)]
+    """Cut rows into runs that are worked on at once: few on a CPU, so that they stay in its cache; all elsewhere.
+
+    No rows are one empty run: what is found run by run can always be put together.
+    """
+    size = max(1, _CHUNK // flat.shape[-1]) if flat.device.type == "cpu" else max(1, flat.shape[0])
+    return [slice(start, start + size) for start in range(0, max(1, flat.shape[0]), size)]
 
 
 def _cut_to_nucleus(flat: Float[Tensor, "N V"], top_p: float) -> None:

@@ -14,6 +14,7 @@ Shapes: ``D`` document, ``M`` setting, ``R`` resample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +64,15 @@ class FrontierConfig:
     prices: tuple[float, ...] = (0.0, 0.1, 0.2, 0.4, 0.8)
 
     def __post_init__(self) -> None:
-        for name, least in (("points", 2), ("resamples", 1)):
+        for name, least in (("points", 2), ("resamples", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"frontier.{name}: expected at least {least}, got {getattr(self, name)}")
+        if any(not 0 <= share <= 1 for share in self.budgets):
+            raise ValueError(f"frontier.budgets: expected shares in [0, 1], got {list(self.budgets)}")
+        if any(not 0 <= price < math.inf for price in self.prices):
+            raise ValueError(f"frontier.prices: expected numbers >= 0, got {list(self.prices)}")
+        if not self.losses:
+            raise ValueError("frontier.losses: expected at least one, got none")
         for loss in self.losses:
             check_loss(loss)
 

@@ -257,4 +257,9 @@ def _describe_traces(traces: Traces) -> dict[str, Any]:
     manifest = traces.manifest
     names = ("drafter", "verifier", "temperature", "top_k", "code_version")
     made = {name: getattr(manifest.plan, name) for name in names}
-    return {"source": manifest.plan.prompts["source"], **made, "rows": manifest.rows, "digest": manifest.digest}
+    return {
+        "source": manifest.plan.prompts.get("source", "unknown"),
+        **made,
+        "rows": manifest.rows,
+        "digest": manifest.digest,
+    }

@@ -116,6 +116,7 @@ def by_quality_drop(rows: Rows, budget: float, confidence: float = DEFAULT_CONFI
     ordered = sorted(rows, key=lambda row: row.alpha)
     if not ordered or not ordered[0].drop_upper:
         raise ValueError("quality_drop: this router's calibration holds no bounds; export it again")
+    check_range("confidence", confidence, 0, 1)
     check_choice("confidence", f"{confidence:g}", ordered[0].drop_upper)
     bounds = [row.drop_upper[f"{confidence:g}"] for row in ordered]
     last = last_within(bounds, budget)
@@ -156,6 +157,8 @@ def relative_latency(
     check_range("rejection", rejection, 0, 1)
     check_range("cost_ratio", cost_ratio, 0, float("inf"))
     check_range("gamma", gamma, 1, float("inf"))
+    if not isinstance(gamma, int):
+        raise ValueError(f"gamma: expected a whole number, got {gamma!r}")
     check_range("verify_ratio", verify_ratio, 0, float("inf"))
     tokens = sum((1 - rejection) ** power for power in range(gamma + 1))
     return (gamma * cost_ratio + verify_ratio) / tokens

@@ -21,7 +21,7 @@ from .. import __version__
 from .card import render_card
 from .checks import check_choice
 from .config import RouterConfig, explain_alpha
-from .export import OPSET, export_onnx
+from .export import OPSET, check_finite, export_onnx
 from .features import FEATURE_SETS, schema_digest
 from .head_base import Signature
 from .heads import Head, build_head
@@ -44,7 +44,7 @@ class Bundle:
         """Rebuild the torch head.
 
         Raises:
-            ValueError: the weights do not fit the head that the config describes.
+            ValueError: the weights do not fit the head that the config describes, or are not finite.
         """
         head = build_head(self.config.head_spec)
         try:
@@ -52,6 +52,10 @@ class Bundle:
         except Exception as error:  # safetensors and torch each raise their own class for a bad file
             reason = " ".join(str(error).split())
             raise ValueError(f"{WEIGHTS_FILE}: expected the weights of a {head.kind} head: {reason}") from error
+        try:
+            check_finite(head)
+        except ValueError as error:
+            raise ValueError(f"{WEIGHTS_FILE}: {error}") from error
         return head.eval()
 
     def runtime(self, backend: str = "onnx") -> HeadRuntime:

@@ -4,15 +4,16 @@ Nothing but the standard library is imported: ``speccascade --help`` passes thro
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
-__all__ = ["check_choice", "check_range", "nearest", "unknown_name"]
+__all__ = ["check_choice", "check_range", "nearest", "shorten_union", "unknown_name"]
 
 
 def check_range(name: str, value: float, low: float, high: float, *, below_high: bool = False) -> None:
     """Raise ValueError unless ``low <= value <= high`` (``< high`` with ``below_high``) and the value is finite."""
-    if not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}: expected a number, got {value!r}")
     inside = math.isfinite(value) and low <= value and (value < high if below_high else value <= high)
     if inside:
@@ -50,3 +51,19 @@ def nearest(given: object, known: Iterable[str], spell: Callable[[str], str] = r
     names = {name.lower(): name for name in known}
     close = get_close_matches(str(given).lower(), list(names), n=1, cutoff=0.5)
     return f"; did you mean {spell(names[close[0]])}?" if close else ""
+
+
+def shorten_union(text: str) -> str:
+    """Say in our words that a command line's value is of none of several types.
+
+    >>> shorten_union(
+    ...     "--alpha: Does not validate against any of the Union subtypes Subtypes: [float, NoneType] "
+    ...     "Errors: - Expected a float - Expected a NoneType Given value type: str Given value: nan"
+    ... )
+    "--alpha: expected float, got 'nan'"
+    """
+    union = re.search(r"Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: ?(.*)$", text)
+    if union is None:
+        return text
+    kinds = union[1].removesuffix(", NoneType")
+    return f"{text[: union.start()]}expected {kinds}, got '{union[2]}'"

@@ -195,7 +195,7 @@ class RouterConfig:
         """
         try:
             content = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise ValueError(f"router_config.json: expected JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"router_config.json: expected an object, got {type(content).__name__}")
@@ -242,8 +242,17 @@ def _records(content: Mapping[str, Any]) -> dict[str, Any]:
         for value in values:
             _check_number(f"reference {name}", value)
     reference = {name: tuple(values) for name, values in content["reference"].items()}
-    lists = {name: tuple(content[name]) for name in ("hidden", "hidden_sizes", "features", "losses")}
+    lists = {name: _list_of(kind, name, content[name]) for name, kind in _LIST_ITEMS.items()}
     return {"calibration": calibration, "reference": reference, **lists}
+
+
+_LIST_ITEMS: dict[str, type] = {"hidden": int, "hidden_sizes": int, "features": str, "losses": str}
+
+
+def _list_of(kind: type, name: str, values: list[Any]) -> tuple[Any, ...]:
+    if any(type(value) is not kind for value in values):
+        raise ValueError(f"router_config.json: expected {name!r} to be a list of {kind.__name__}, got {values!r}")
+    return tuple(values)
 
 
 def _calibration_rows(rows: Any) -> tuple[CalibrationRow, ...]:

@@ -27,7 +27,7 @@ from .runtime import OnnxHead
 from .trees import TreeHead
 from .trees_onnx import ML_DOMAIN, ML_OPSET, tree_nodes
 
-__all__ = ["OPSET", "PARITY_TOLERANCE", "export_onnx", "largest_difference", "parity_error", "quiet"]
+__all__ = ["OPSET", "PARITY_TOLERANCE", "check_finite", "export_onnx", "largest_difference", "parity_error", "quiet"]
 
 OPSET = 20
 PARITY_TOLERANCE = 1e-5
@@ -42,9 +42,7 @@ def export_onnx(head: Head, path: str | os.PathLike[str]) -> float:
     Raises:
         ValueError: a weight is not finite, or ONNX and torch differ by more than 1e-5.
     """
-    for name, values in head.state_dict().items():
-        if not torch.isfinite(values).all():
-            raise ValueError(f"head: expected finite weights, got NaN or infinity in {name!r}")
+    check_finite(head)
     reference = _inference_copy(head)
     content = _convert(reference)
     difference = parity_error(reference, content)
@@ -54,6 +52,17 @@ def export_onnx(head: Head, path: str | os.PathLike[str]) -> float:
         )
     Path(path).write_bytes(content)
     return difference
+
+
+def check_finite(head: Head) -> None:
+    """Refuse weights that no number can come from.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    for name, values in head.state_dict().items():
+        if not torch.isfinite(values).all():
+            raise ValueError(f"head: expected finite weights, got NaN or infinity in {name!r}")
 
 
 def parity_error(head: Head, onnx_model: bytes | str | os.PathLike[str]) -> float:

@@ -57,16 +57,30 @@ class TokenTable(nn.Module):
         self.rows[tokens] = torch.arange(1, len(tokens) + 1, dtype=torch.int32)
 
     def forward(self, columns: Float[Tensor, "N C"], tokens: Int[Tensor, "N K"]) -> Float[Tensor, "N K"]:
-        """Return by how much each candidate's score changes; 0 for unknown tokens."""
-        rows = self.rows[tokens].long()
+        """Return by how much each candidate's score changes; 0 for unknown tokens, ids beyond the table among them."""
+        known = tokens < len(self.rows)
+        rows = torch.where(known, self.rows[torch.where(known, tokens, 0)].long(), 0)
         matches = (self.vectors[rows] * self.query(self.dropout(columns)).unsqueeze(1)).sum(dim=-1) + self.biases[rows]
         return torch.where(rows > 0, matches, 0.0)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Take on the sizes of what is loaded."""
+        """Take on the sizes of what is loaded, if they fit each other."""
+        loaded = [state_dict.get(prefix + name) for name in ("vectors", "biases", "rows")]
+        if all(values is not None for values in loaded):
+            _check_table(*loaded, rank=self.vectors.shape[1])
         for name in ("vectors", "biases"):
             if prefix + name in state_dict:
                 setattr(self, name, nn.Parameter(torch.empty_like(state_dict[prefix + name])))
         if prefix + "rows" in state_dict:
             self.rows = torch.empty_like(state_dict[prefix + "rows"])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def _check_table(vectors: Tensor, biases: Tensor, rows: Tensor, rank: int) -> None:
+    """Refuse a table whose rows lead outside it, or whose parts are of different sizes."""
+    count = len(biases) if biases.dim() == 1 else 0
+    if not count or vectors.shape != (count, rank):
+        shapes = f"{list(vectors.shape)} and {list(biases.shape)}"
+        raise ValueError(f"token table: expected vectors [R, {rank}] and biases [R], got {shapes}")
+    if rows.dim() != 1 or rows.is_floating_point() or not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= count:
+        raise ValueError(f"token table: expected a row in [0, {count}) for each token, got another")

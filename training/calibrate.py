@@ -69,6 +69,8 @@ class CalibrationConfig:
             raise ValueError(f"points: expected at least 2, got {self.points}")
         if self.resamples < 1:
             raise ValueError(f"resamples: expected at least 1, got {self.resamples}")
+        if self.seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
 
 @dataclass(frozen=True)

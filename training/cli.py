@@ -29,7 +29,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from ..data.progress import announce
-from ..router.checks import check_choice, nearest
+from ..router.checks import check_choice, nearest, shorten_union
 from .calibrate import CalibrationConfig
 from .callbacks import EpochLines, TrainingBar
 from .datamodule import TraceDataModule
@@ -297,7 +297,8 @@ def _explain(message: str, known: Iterable[str]) -> str:
         return f"unknown key {unknown[1]}.{unknown[2]}{_suggest(f'{unknown[1]}.{unknown[2]}', known)}"
     text = re.sub(r'^Parser key "([^"]+)": ', r"--\1: ", text)
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
-    return re.sub(r"Expected an? (.*?)\. Got value: (.*)$", r"expected \1, got '\2'", text)
+    text = shorten_union(text)
+    return re.sub(r"Expected an? (.*?)\. Got value: ?(.*)$", r"expected \1, got '\2'", text)
 
 
 def _suggest(name: str, known: Iterable[str], dashes: str = "") -> str:

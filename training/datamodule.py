@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..data.progress import announce, describe_bytes
 from ..data.prompts import document_of
 from ..data.traces import Traces
-from ..router.checks import check_choice
+from ..router.checks import check_choice, check_range
 from ..router.examples import Examples
 from ..router.features import needs_hidden
 from .batches import Scan, Sequences, Slices
@@ -65,7 +65,7 @@ class TraceDataModule(pl.LightningDataModule):
         sequences: give whole prompts in order, for heads that read order; decided by the head.
 
     Raises:
-        ValueError: an unknown name, a size below 1, or a head that reads order beside `scan`.
+        ValueError: an unknown name, a size below 1, a share outside [0, 1], or a head that reads order beside `scan`.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class TraceDataModule(pl.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        check_range("calibration_share", calibration_share, 0, 1)
         check_choice("memory", memory, MEMORIES)
         check_choice("weight", weight, WEIGHTS)
         if sequences and memory == "scan":

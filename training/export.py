@@ -24,6 +24,7 @@ from ..router.bundle import save_bundle
 from ..router.checks import check_choice
 from ..router.config import CalibrationRow, RouterConfig
 from ..router.drift import summarise_features
+from ..router.export import check_finite
 from ..router.features import scalar_names
 from .calibrate import LOSS_OF_REGIME, CalibrationConfig, calibrate, choose_alpha
 from .estimates import estimate, loss_column, mean_loss
@@ -73,9 +74,14 @@ def export_router(config: ExportConfig) -> Path:
 
     Raises:
         FileNotFoundError: there is no checkpoint or no traces.
-        ValueError: the checkpoint is no router, the traces are damaged, or ONNX and torch disagree.
+        ValueError: the checkpoint is no router or its training diverged, the traces are damaged, or ONNX and torch
+            disagree.
     """
     module, trained_on = _load_checkpoint(find_checkpoint(config.checkpoint))
+    try:
+        check_finite(module.head)
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {error}: training diverged; lower model.learning_rate") from error
     head, traces = module.head, Traces.open(config.traces or trained_on.traces)
     source = _calibration_source(config, trained_on, traces)
     found = recalibrate(head, source.chosen_on, config.recalibrate)

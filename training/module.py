@@ -13,6 +13,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from ..data.progress import announce
+from ..router.checks import check_range
 from ..router.examples import Examples
 from ..router.heads import Head, HeadSpec, build_head
 from .datamodule import TraceDataModule
@@ -59,7 +60,7 @@ class RouterModule(pl.LightningModule):
             by default eight from 0 to where rejecting everywhere costs what that rule gains.
 
     Raises:
-        ValueError: an unknown name, a learning rate that is not positive, or a price below 0.
+        ValueError: an unknown name, a learning rate that is not positive, a weight decay or a price below 0.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RouterModule(pl.LightningModule):
         super().__init__()
         if not learning_rate > 0:
             raise ValueError(f"learning_rate: expected a positive number, got {learning_rate}")
+        check_range("weight_decay", weight_decay, 0, math.inf)
         if prices is not None and not (prices and min(prices) >= 0):
             raise ValueError(f"prices: expected one number at least, none below 0, got {prices}")
         self.save_hyperparameters()

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 import jsonargparse
 import yaml
 
-from ..router.checks import nearest
+from ..router.checks import nearest, shorten_union
 from .shell import UsageError, find_config
 
 __all__ = ["CommandLine", "write_config"]
@@ -227,7 +227,8 @@ def _shorten(error: Exception) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r'^Parser key "([^"]+)": ', lambda key: f"--{_dashed(key.group(1))}: ", text)
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).replace("typing.", "")
-    text = re.sub(r"Expected an? (.*)\. Got value: (.*)$", r"expected \1, got '\2'", text)
+    text = shorten_union(text)
+    text = re.sub(r"Expected an? (.*)\. Got value: ?(.*)$", r"expected \1, got '\2'", text)
     missing = re.fullmatch(r"the following arguments are required: (.*)", text)
     if missing:
         return f"needed and not given: {', '.join('--' + _dashed(name) for name in missing.group(1).split(', '))}"

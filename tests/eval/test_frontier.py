@@ -158,6 +158,14 @@ def test_a_config_that_cannot_be_drawn_is_refused(change):
         FrontierConfig(**change)
 
 
+@pytest.mark.parametrize(
+    "change", [{"seed": -1}, {"losses": ()}, {"budgets": (0.5, 2.0)}, {"prices": (-0.1,)}, {"prices": (math.inf,)}]
+)
+def test_odd_numbers_and_no_losses_are_refused_by_name(change):
+    with pytest.raises(ValueError, match=rf"frontier\.{next(iter(change))}: expected"):
+        FrontierConfig(**change)
+
+
 def test_models_that_never_differ_are_refused(build_trace):
     made = build_trace(prompts=4)
     same = type(made)(**{**made.__dict__, "stats": made.stats.greedy()})

@@ -121,6 +121,9 @@ def test_a_changed_feature_schema_is_refused(copy: Path, monkeypatch: pytest.Mon
         ({"calibration_documents": True}, "expected 'calibration_documents' to be of type int, got True"),
         ({"reference": {"tv_raw": 0.1}}, "reference tv_raw: expected a list of numbers, got 0.1"),
         ({"reference": {"tv_raw": [0.1, None]}}, "reference tv_raw: expected a finite number, got None"),
+        ({"hidden": [None]}, r"expected 'hidden' to be a list of int, got \[None\]"),
+        ({"hidden": [16.0]}, r"expected 'hidden' to be a list of int, got \[16\.0\]"),
+        ({"features": [1]}, r"expected 'features' to be a list of str, got \[1\]"),
         ({"calibration": {"greedy": [{"alfa": 0.1}]}}, "got 'alfa'; did you mean 'alpha'"),
     ],
 )
@@ -130,7 +133,9 @@ def test_a_config_of_another_kind_is_refused(copy: Path, changes: dict[str, Any]
         load_bundle(copy)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 2, "alpha": NaN}', '{"schema_version": 2}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 100_000, '{"schema_version": 2, "alpha": NaN}', '{"schema_version": 2}']
+)
 def test_a_config_that_is_none_is_refused(copy: Path, text: str) -> None:
     (copy / "router_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"router_config\.json: (expected|missing key)"):
@@ -209,6 +214,16 @@ def test_weights_of_another_head_are_refused(copy: Path, weighted_head: Callable
     rewrite(copy, hidden=[8, 8])
     with pytest.raises(ValueError, match=r"head\.safetensors: expected the weights of a mlp head"):
         load_bundle(copy).head()
+
+
+def test_weights_that_are_no_numbers_are_refused(copy: Path) -> None:
+    weights = safetensors.torch.load((copy / "head.safetensors").read_bytes())
+    name = next(name for name, values in weights.items() if values.is_floating_point())
+    weights[name].fill_(torch.nan)
+    checked = load_bundle(copy)
+    damaged = dataclasses.replace(checked, files={**checked.files, "head.safetensors": safetensors.torch.save(weights)})
+    with pytest.raises(ValueError, match=rf"head\.safetensors: .*got NaN or infinity in '{name}'"):
+        damaged.head()
 
 
 def test_an_onnx_model_of_another_head_is_refused(copy: Path) -> None:

@@ -156,6 +156,11 @@ def test_batches_add_up_and_a_mask_leaves_positions_out(
     assert watch.report() == router.drift(stats)
 
 
+def test_no_position_is_undecided(router: LearnedRouter) -> None:
+    nothing = VerifyBlock.from_probs(torch.zeros(1, 0, 24), torch.zeros(1, 0, 24)).stats
+    assert router.drift(nothing).describe() == "drift undecided: 0 positions, at least 500 are needed"
+
+
 def test_a_bundle_without_a_reference_says_so(exported: Path, make_stats: Callable[..., Stats]) -> None:
     with pytest.raises(ValueError, match="remembers no features of its training"):
         LearnedRouter.from_pretrained(exported).drift(make_stats())

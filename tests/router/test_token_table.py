@@ -106,3 +106,32 @@ def test_tokens_are_distinct_ids_of_the_vocabulary(tokens: list[int], message: s
 def test_only_heads_that_read_tokens_have_a_table() -> None:
     with pytest.raises(ValueError, match="token_rank: expected 0, or above 0 for kind 'pooled' alone, got 3"):
         HeadSpec("mlp", "gap", "verified", (8,), token_rank=3)
+
+
+def test_a_token_beyond_the_table_is_unknown() -> None:
+    """A model may have more rows of logits than the vocabulary that the table was made for."""
+    table = build().table
+    assert table is not None
+    with torch.no_grad():
+        table.biases.fill_(1.0)
+    scores = table(torch.zeros(1, 16), torch.tensor([[2, VOCABULARY, VOCABULARY + 100]]))
+    assert scores.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rows", torch.full((VOCABULARY,), 4, dtype=torch.int32)),
+        ("rows", torch.full((VOCABULARY,), -1, dtype=torch.int32)),
+        ("rows", torch.zeros(VOCABULARY)),
+        ("rows", torch.zeros((), dtype=torch.int32)),
+        ("vectors", torch.zeros(4, 2)),
+        ("vectors", torch.zeros(4)),
+        ("biases", torch.zeros(3)),
+    ],
+)
+def test_a_table_whose_parts_do_not_fit_is_refused(name: str, values: torch.Tensor) -> None:
+    table = TokenTable(16, 3)
+    table.set_tokens(KNOWN, VOCABULARY)
+    with pytest.raises(ValueError, match="token table: expected"):
+        TokenTable(16, 3).load_state_dict(table.state_dict() | {name: values})

@@ -214,3 +214,8 @@ def test_models_that_never_differ_are_refused() -> None:
         searched_grid(lambda alpha: torch.ones(4, dtype=torch.bool), torch.zeros(4), 5)
     with pytest.raises(ValueError, match="points: expected at least 2, got 1"):
         CalibrationConfig(points=1)
+
+
+def test_a_seed_below_zero_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="seed: expected at least 0, got -1"):
+        CalibrationConfig(seed=-1)

@@ -70,6 +70,16 @@ def test_a_bound_is_exact_only_where_its_documents_served_nothing_else(
     assert config.calibration_exact is exact
 
 
+def test_a_training_that_diverged_is_named(trained: Path, tmp_path: Path) -> None:
+    content = torch.load(find_checkpoint(trained), weights_only=True)
+    weights = content["state_dict"]
+    next(values for name, values in weights.items() if name.endswith("weight")).fill_(torch.nan)
+    torch.save(content, tmp_path / "best.ckpt")
+    with pytest.raises(ValueError, match=r"checkpoint: head: .*: training diverged; lower model\.learning_rate"):
+        export_router(ExportConfig(tmp_path / "best.ckpt", tmp_path / "router", calibration=FAST))
+    assert not (tmp_path / "router").exists()
+
+
 def test_other_traces_give_no_exact_bound_and_no_reference(trained: Path, traces_dir: Path, tmp_path: Path) -> None:
     export_router(ExportConfig(trained, tmp_path / "router", traces=traces_dir, split="test", calibration=FAST))
     config = LearnedRouter.from_pretrained(tmp_path / "router").config

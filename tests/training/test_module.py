@@ -105,6 +105,8 @@ def test_bad_options_are_named() -> None:
         RouterModule(kind="liner")
     with pytest.raises(ValueError, match="learning_rate: expected a positive number"):
         RouterModule(learning_rate=0.0)
+    with pytest.raises(ValueError, match=r"weight_decay: expected a number in \[0, inf\), got -1"):
+        RouterModule(weight_decay=-1.0)
 
 
 class Fitted(RouterHead):
