@@ -101,9 +101,7 @@ def test_a_guarantee_never_jumps_over_a_row_that_failed():
         ({"rejection": 1.5}, r"rejection: expected a number in \[0, 1\], got 1\.5"),
         ({"latency": -1, "cost_ratio": 0.1}, r"latency: expected a number in \[0, inf"),
         ({"latency": 0.5, "cost_ratio": -0.1}, r"cost_ratio: expected a number in \[0, inf"),
-        ({"quality_drop": 0.1, "confidence": "high"}, "confidence: expected a number, got 'high'"),
         ({"rejection": True}, "rejection: expected a number, got True"),
-        ({"latency": 0.5, "cost_ratio": 0.1, "gamma": 2.5}, r"gamma: expected a whole number, got 2\.5"),
         ({"latency": 0.5, "cost_ratio": 0.1, "gamma": 0}, r"gamma: expected a number in \[1, inf"),
     ],
 )
