@@ -67,7 +67,7 @@ class TokenTable(nn.Module):
         """Take on the sizes of what is loaded, if they fit each other."""
         loaded = [state_dict.get(prefix + name) for name in ("vectors", "biases", "rows")]
         if all(values is not None for values in loaded):
-            _check_table(*loaded, rank=self.vectors.shape[1])
+            _check_table(self.vectors.shape[1], *loaded)
         for name in ("vectors", "biases"):
             if prefix + name in state_dict:
                 setattr(self, name, nn.Parameter(torch.empty_like(state_dict[prefix + name])))
@@ -76,7 +76,7 @@ class TokenTable(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def _check_table(vectors: Tensor, biases: Tensor, rows: Tensor, rank: int) -> None:
+def _check_table(rank: int, vectors: Tensor, biases: Tensor, rows: Tensor) -> None:
     """Refuse a table whose rows lead outside it, or whose parts are of different sizes."""
     count = len(biases) if biases.dim() == 1 else 0
     if not count or vectors.shape != (count, rank):
