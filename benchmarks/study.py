@@ -9,14 +9,13 @@ Collect the traces of four domains, make one set of them, and run the study:
     python benchmarks/study.py floor                # how much of the distance is noise that no rule can take away
 
 `heads` trains each router of ROUTERS (a finished one is kept), replays the test split with all of them and all plug-in
-rules, and writes results/study_heads.json and results/study_heads/ (report.md, pictures). α and checkpoints are chosen
-on the validation split; intervals resample documents. Nothing is timed.
+rules, and writes results/study_heads.json. α and checkpoints are chosen on the validation split; intervals resample
+documents. Nothing is timed.
 """
 
 import argparse
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,6 +59,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+TOLD = ("router-pooled-all", "router-pooled-tokens")
+"""Routers whose paired differences from every rule are kept."""
+
+BELIEVING = tuple(f"router-pooled-all-{rule}" for rule in ("greedyward", "token_v2", "token_v3"))
+"""Token rules whose rates are kept beside those of the plug-ins."""
+
+
 def main() -> None:
     options = parse_options()
     figures = PARTS[options.part](options)
@@ -94,12 +100,21 @@ def study_heads(options: argparse.Namespace) -> dict[str, Any]:
     out = options.runs / "heads"
     config = EvaluateConfig(offline=True, traces=str(traces), router=tuple(map(str, routers.values())), out=str(out))
     run_offline(config)
-    kept = RESULTS / "study_heads"
-    kept.mkdir(parents=True, exist_ok=True)
-    for file in (*out.glob("*.md"), *out.glob("*.png")):
-        shutil.copy(file, kept / file.name)
     offline = json.loads((out / "frontier.json").read_text())
-    return {"routers": {name: ROUTERS[name] for name in options.routers}, "offline": offline}
+    return {"routers": {name: ROUTERS[name] for name in options.routers}, "offline": condense(offline)}
+
+
+def condense(offline: dict[str, Any]) -> dict[str, Any]:
+    """Keep what the tables of benchmarks/README.md are made of: the whole record takes megabytes."""
+    losses = {}
+    for loss, found in offline["losses"].items():
+        names = ("positions", "prompts", "documents", "drafter_loss", "verifier_loss", "rejection_of_lossless")
+        pairs = [row for row in found["comparisons"] if row["router"] in TOLD]
+        paired = [{key: value for key, value in row.items() if key != "at_budgets"} for row in pairs]
+        losses[loss] = {name: found[name] for name in (*names, "distance_percent")} | {"paired": paired}
+    rates = [row for row in offline["rates"] if not row["method"].startswith("router-") or row["method"] in BELIEVING]
+    kept = {name: offline[name] for name in ("traces", "chosen_on", "reported_on", "resamples", "calibration", "drift")}
+    return kept | {"losses": losses, "rates": rates}
 
 
 def study_domains(options: argparse.Namespace) -> dict[str, Any]:
