@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -33,7 +35,10 @@ _PART_COLORS = {"threshold": "#E69F00", "calibration": "#D55E00", "ranking": "#5
 
 
 def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directory: Path) -> list[Path]:
-    """Draw every method's frontier under one loss, the router's interval as a band, and the two end points."""
+    """Draw every method's frontier under one loss, the router's interval as a band, and the two end points.
+
+    Token rules that believe a router's P̂ are thin and dashed, and without a band of their own.
+    """
     curves, points = curves[curves["loss"] == loss], points[points["loss"] == loss]
     routers = list(curves.loc[curves["kind"] == "router", "method"].unique())
     with figure_style():
@@ -42,8 +47,10 @@ def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directo
         quiet: list[str] = []
         for method, curve in curves.groupby("method", sort=False):
             look = look_of(str(method), str(curve["kind"].iat[0]), routers)
+            believes = "P̂" in curve["label"].iat[0]
+            look = replace(look, width=1.4, dashes=(4, 1.5)) if believes else look
             axes.plot(curve["rejection"], curve["quality"], **look.line)
-            if curve["kind"].iat[0] == "router":
+            if curve["kind"].iat[0] == "router" and not believes:
                 axes.fill_between(
                     curve["rejection"], curve["quality_low"], curve["quality_high"], color=look.color, alpha=0.13, lw=0
                 )
@@ -66,7 +73,7 @@ def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directo
         notes = [f"grey: {', '.join(quiet)}"] if quiet else []
         notes += ["dashed: token rules"] if (curves["kind"] == "token").any() else []
         notes += ["band: 95% of resampled documents"] if (curves["kind"] == "router").any() else []
-        figure.text(0.125, -0.005, "; ".join(notes), color=BOUND, fontsize=8.5, va="top")
+        figure.text(0.125, -0.005, fill("; ".join(notes), 110), color=BOUND, fontsize=8.5, va="top")
         return save_figure(figure, directory, f"frontier_{loss}")
 
 
