@@ -40,7 +40,8 @@ def folder(build_trace, tmp_path, monkeypatch) -> Path:
         temperature=1.0, top_k=12, code_version="0",
     )  # fmt: skip
     traces = SimpleNamespace(manifest=SimpleNamespace(plan=plan, rows=1200, digest="abc", identity=None))
-    router = Method("router", "Router", "router", -math.inf, math.inf, lambda alpha, loss: Gap(alpha))
+    learned = ("zero_one", "sampled", "greedy")
+    router = Method("router", "Router", "router", -math.inf, math.inf, lambda alpha, loss: Gap(alpha), learned)
     monkeypatch.setattr(offline.Traces, "open", lambda directory: traces)
     monkeypatch.setattr(offline, "open_replays", lambda traces, splits, *rest, **options: replays)
     monkeypatch.setattr(offline, "open_routers", lambda directories: {"router": router})
