@@ -68,6 +68,9 @@ BELIEVING = tuple(f"router-pooled-all-{rule}" for rule in ("greedyward", "token_
 
 def main() -> None:
     options = parse_options()
+    if not sys.argv[1:] and not (options.runs / "all").is_dir():
+        print(f"left out: no traces in {options.runs / 'all'}; --help says how to collect them")
+        return
     figures = PARTS[options.part](options)
     command = {"command": shlex.join(["python", "benchmarks/study.py", *sys.argv[1:]])}
     machine = describe_machine("torch", "pytorch-lightning", "scikit-learn", "numpy")

@@ -47,7 +47,7 @@ def plot_frontier(curves: pd.DataFrame, points: pd.DataFrame, loss: str, directo
         quiet: list[str] = []
         for method, curve in curves.groupby("method", sort=False):
             look = look_of(str(method), str(curve["kind"].iat[0]), routers)
-            believes = "P̂" in curve["label"].iat[0]
+            believes = "P̂" in str(curve["label"].iat[0])
             look = replace(look, width=1.4, dashes=(4, 1.5)) if believes else look
             axes.plot(curve["rejection"], curve["quality"], **look.line)
             if curve["kind"].iat[0] == "router" and not believes:
