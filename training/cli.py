@@ -45,7 +45,7 @@ Flags override the file; the resolved config is written to OUT/config.yaml. `spe
 
 example:
   python train_router.py --config configs/train/demo.yaml
-  python train_router.py --config configs/train/demo.yaml --model.kind linear --out runs/linear"""
+  python train_router.py --data.traces runs/demo/traces --model.kind linear --out runs/linear"""
 
 _TRAINER_DEFAULTS = {
     "max_epochs": 60,
