@@ -72,7 +72,7 @@ def run_offline(config: EvaluateConfig) -> Path:
         "origins": _measure_origins(config, traces, methods, validation, settings, hidden) if config.by_origin else {},
         "rates": frontiers.rates.to_dict(orient="records"),
         "calibration": calibration,
-        "drift": measure_drift(test, routers.values()),
+        "drift": warn_of_drift(test, routers.values()),
         "diversity": pick_settings(frontiers.points, settings.budgets, list(routers)),
         "regret": regret.to_dict(orient="records"),
     }
@@ -134,7 +134,7 @@ def _add_learned_losses(settings: FrontierConfig, routers: Iterable[Method]) -> 
     return replace(settings, losses=(*DEFAULT_LOSSES, "log"))
 
 
-def measure_drift(test: Replay, routers: Iterable[Method]) -> dict[str, Any]:
+def warn_of_drift(test: Replay, routers: Iterable[Method]) -> dict[str, Any]:
     """Ask each router whether these positions look like those that it learned from; warn where it says they do not."""
     found: dict[str, Any] = {}
     for router in routers:

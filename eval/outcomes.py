@@ -16,13 +16,14 @@ from ..cascade.verify import rejection_probability
 from ..router.position_rules import Fixed
 from .columns import NEGLIGIBLE, Columns
 
-__all__ = ["OUTCOME_ROWS", "replay_columns", "spread_of_models"]
+__all__ = ["OUTCOME_ROWS", "TINY", "replay_columns", "spread_of_models"]
 
 OUTCOME_ROWS = (
     "zero_one", "sampled", "log", "rejection", "rejection_high", "deferral", "entropy", "distinctness",
 )  # fmt: skip
 
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
+"""Logarithms are taken of nothing smaller."""
 
 
 def replay_columns(rule: Any, columns: Columns, greedy: bool, bounds: bool) -> Tensor:
@@ -67,7 +68,7 @@ def _replay_sampled(rule: Any, columns: Columns, bounds: bool) -> tuple[Tensor, 
         low, high = _widen_undecided(rule, columns, blocks[0], targets[0], low, high)
     law = targets[0]
     at_label = _at_label(law, columns)
-    missed, surprise = 1 - _argmax_correct(law, columns), -at_label.clamp_min(_TINY).log()
+    missed, surprise = 1 - _argmax_correct(law, columns), -at_label.clamp_min(TINY).log()
     logged = columns.ids.shape[-1]
     unknown = torch.full_like(missed, float("nan"))
     spread = _spread(law[:, :logged], law[:, logged:].sum(dim=-1)) if bounds else (unknown, unknown)
@@ -110,7 +111,7 @@ def _spread(probs: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
 
     π need not sum to one where β is not β* (`Lossy`): it is normalised here.
     """
-    mass = (probs.sum(dim=-1) + tail).clamp_min(_TINY)
+    mass = (probs.sum(dim=-1) + tail).clamp_min(TINY)
     parts, rest = probs / mass.unsqueeze(-1), tail / mass
     entropy = torch.special.entr(parts).sum(dim=-1) + torch.special.entr(rest)
     return entropy, 1 - parts.square().sum(dim=-1) - rest.square()

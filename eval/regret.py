@@ -39,6 +39,7 @@ from ..cascade.statistics import Stats
 from ..data.resampling import bootstrap_weights, interval, resampled_means, sum_by_prompt
 from .columns import Columns
 from .methods import Method
+from .outcomes import TINY
 from .replay import Replay
 
 __all__ = ["PARTS", "Scored", "measure_regret", "recalibrate", "scored_methods", "scores_positions", "split_regret"]
@@ -47,7 +48,6 @@ Array = NDArray[np.float64]
 
 PARTS = ("threshold", "calibration", "ranking")
 _FOLDS = 5
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -240,8 +240,8 @@ def _possible_gains(columns: Columns, loss: str) -> tuple[Tensor, Tensor]:
     draft, verifier = columns.draft.double(), columns.verifier.double()
     chances = torch.cat([verifier, tails[1].double()], dim=-1)
     if loss == "log":  # the tail is one token: the mean of log p/q over it is at least this
-        gains = torch.cat([verifier, tails[1].double()], -1).clamp_min(_TINY).log()
-        return gains - torch.cat([draft, tails[0].double()], -1).clamp_min(_TINY).log(), chances
+        gains = torch.cat([verifier, tails[1].double()], -1).clamp_min(TINY).log()
+        return gains - torch.cat([draft, tails[0].double()], -1).clamp_min(TINY).log(), chances
     if loss == "sampled":
         gains = verifier - draft
     else:

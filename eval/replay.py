@@ -36,7 +36,7 @@ from ..data.resampling import documents, sum_by_prompt
 from ..data.traces import TraceSplit
 from .columns import Columns
 from .methods import check_loss
-from .outcomes import OUTCOME_ROWS, replay_columns, spread_of_models
+from .outcomes import OUTCOME_ROWS, TINY, replay_columns, spread_of_models
 
 __all__ = ["Outcome", "Replay"]
 
@@ -47,7 +47,6 @@ _CHUNK = 4_096
 _KEPT = 16 * _CHUNK
 """Blocks of so many positions are kept between calls; those of more are built anew for each batch of settings."""
 
-_TINY = torch.finfo(torch.float32).tiny
 _LOSS_ROWS = {"zero_one": 0, "sampled": 1, "log": 2, "greedy": 0}
 
 
@@ -188,7 +187,7 @@ class Replay:
     @cached_property
     def _log_losses(self) -> tuple[Tensor, Tensor]:
         sides = (self.source.q_label, self.source.p_label)
-        draft, verifier = (-side.clamp_min(_TINY).log() for side in sides)
+        draft, verifier = (-side.clamp_min(TINY).log() for side in sides)
         return draft, verifier
 
     @cached_property

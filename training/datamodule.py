@@ -27,13 +27,12 @@ from .splits import (
     ScannedSplit,
     TraceTensors,
     bytes_a_position,
-    load_split,
     read_pieces,
     read_split,
     some_positions,
 )
 
-__all__ = ["MEMORIES", "Slices", "TraceDataModule", "TraceTensors", "load_split"]
+__all__ = ["MEMORIES", "Slices", "TraceDataModule", "TraceTensors"]
 
 MEMORIES = ("auto", "whole", "scan")
 

@@ -139,10 +139,6 @@ class RouterModule(pl.LightningModule):
             rank_zero_only(announce)(f"Fitting {self.head.kind} on {len(data.train):,} positions, once")
             self.head.fit(data.train.examples, data.validation.examples, data.seed)
 
-    def transfer_batch_to_device(self, batch: Examples, device: torch.device, dataloader_idx: int) -> Examples:
-        """Move a batch; Lightning's own walk over any collection costs a tenth of a small head's step."""
-        return Examples(*(None if values is None else values.to(device) for values in batch))  # type: ignore[arg-type]
-
     def forward(self, features: Tensor) -> Tensor:
         """What the head estimates."""
         estimate: Tensor = self.head(features)

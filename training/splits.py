@@ -1,6 +1,6 @@
 """One split of the traces as heads learn from it: features, what is known at each position, and how much it counts.
 
-A split stands in memory (`load_split`), or is read from its shards anew each epoch (`ScannedSplit`); both give the same
+A split stands in memory (`read_split`), or is read from its shards anew each epoch (`ScannedSplit`); both give the same
 positions. Windows of one text are one document: they are weighted and drawn together.
 
 Knows nothing of heads, batches or optimisers.
@@ -25,7 +25,7 @@ from ..router.checks import check_choice
 from ..router.examples import Examples
 from ..router.features import build_features, needs_hidden
 
-__all__ = ["LABELS", "WEIGHTS", "Reading", "ScannedSplit", "TraceTensors", "load_split", "read_pieces", "read_split"]
+__all__ = ["LABELS", "WEIGHTS", "Reading", "ScannedSplit", "TraceTensors", "read_pieces", "read_split"]
 
 LABELS = ("gold", "outcome")
 WEIGHTS = ("position", "prompt", "bootstrap")
@@ -133,22 +133,6 @@ class TraceTensors:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-
-def load_split(
-    traces: Traces,
-    split: str,
-    feature_set: str,
-    labels: str = "gold",
-    candidates: bool = False,
-    whole_prompts: bool = False,
-) -> TraceTensors:
-    """Read a split of the traces and build its features; the options are those of `Reading`.
-
-    Raises:
-        ValueError: the split is unknown or empty, or the traces lack what is asked for.
-    """
-    return read_split(traces, split, Reading(feature_set, labels, candidates, whole_prompts))
 
 
 def read_split(traces: Traces, split: str, reading: Reading) -> TraceTensors:

@@ -19,7 +19,7 @@ from speccascade.eval.offline import (
     _add_learned_losses,
     _plug_ins,
     _replayable,
-    measure_drift,
+    warn_of_drift,
     needs_hidden,
     open_routers,
     run_offline,
@@ -127,7 +127,7 @@ def test_drift_is_warned_of_and_recorded(measured, capsys):
     def drift(stats):
         return SimpleNamespace(drifted=True, describe=lambda: f"{len(stats.tv)} positions look new")
 
-    found = measure_drift(measured[0], [make_router(("sampled",), drift=drift)])
+    found = warn_of_drift(measured[0], [make_router(("sampled",), drift=drift)])
     assert found == {"router": {"drifted": True, "said": f"{len(measured[0])} positions look new"}}
     assert "warning: Router: " in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from speccascade.data.traces import Traces
 from speccascade.router.examples import Examples
 from speccascade.training import batches as module_under_test
 from speccascade.training.batches import Scan, Sequences, Slices
-from speccascade.training.splits import Reading, ScannedSplit, TraceTensors, concatenate, load_split
+from speccascade.training.splits import Reading, ScannedSplit, TraceTensors, concatenate, read_split
 
 from ..data.made_traces import make_traces
 
@@ -40,7 +40,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
 
 @pytest.fixture(scope="module")
 def split(traces: Traces) -> TraceTensors:
-    return load_split(traces, "train", "verified")
+    return read_split(traces, "train", Reading("verified"))
 
 
 def names(batches: list[Examples]) -> list[float]:
@@ -116,7 +116,7 @@ def test_sequences_hold_every_prompt_in_order(count: int, split: TraceTensors, p
 
 
 def test_padding_says_that_it_is_padding(traces: Traces) -> None:
-    split = load_split(traces, "train", "verified", candidates=True)
+    split = read_split(traces, "train", Reading("verified", candidates=True))
     for batch in Sequences(split, 200, shuffle=False):
         assert batch.weight is not None and batch.candidates is not None and batch.truth is not None
         padding = batch.weight == 0

@@ -22,8 +22,8 @@ from speccascade.training.calibrate import (
     choose_alpha,
     searched_grid,
 )
-from speccascade.training.datamodule import TraceTensors, load_split
 from speccascade.training.estimates import estimate
+from speccascade.training.splits import Reading, TraceTensors, read_split
 
 
 def _regime(gap: Tensor, tv: Tensor, correctness: Tensor, document: NDArray[np.int64]) -> Regime:
@@ -32,7 +32,7 @@ def _regime(gap: Tensor, tv: Tensor, correctness: Tensor, document: NDArray[np.i
 
 @pytest.fixture(scope="module")
 def held_out(traces_dir: Path) -> TraceTensors:
-    return load_split(Traces.open(traces_dir), "validation", "verified")
+    return read_split(Traces.open(traces_dir), "validation", Reading("verified"))
 
 
 @pytest.fixture(scope="module")

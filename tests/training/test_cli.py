@@ -21,8 +21,8 @@ from speccascade.data.traces import Traces
 from speccascade.eval.config import EvaluateConfig
 from speccascade.router.learned import LearnedRouter
 from speccascade.training.cli import main
-from speccascade.training.datamodule import load_split
 from speccascade.training.export import ExportConfig, export_router, find_checkpoint
+from speccascade.training.splits import Reading, read_split
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -265,7 +265,7 @@ def test_two_processes_train_one_router(traces_dir: Path, tmp_path: Path) -> Non
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [len(rank["seen"]) for rank in ranks] == [5, 5]
     rows = [{tuple(row) for batch in rank["seen"] for row in batch.tolist()} for rank in ranks]
-    split = load_split(Traces.open(traces_dir), "train", "verified").features
+    split = read_split(Traces.open(traces_dir), "train", Reading("verified")).features
     assert not rows[0] & rows[1]
     assert rows[0] | rows[1] == {tuple(row) for row in split.tolist()}
     assert [rank["saved"] for rank in ranks] == [[str(out / "router")], []]

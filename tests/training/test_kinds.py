@@ -19,7 +19,7 @@ from speccascade.training.estimates import decider, estimate, mean_loss
 from speccascade.training.export import find_checkpoint
 from speccascade.training.holdout import divide
 from speccascade.training.module import RouterModule
-from speccascade.training.splits import TraceTensors, load_split
+from speccascade.training.splits import Reading, TraceTensors, read_split
 
 POSITION_HEADS = {
     "linear": ["--model.kind=linear", "--model.feature_set=draft_only", "--model.losses=[zero_one,sampled,log]"],
@@ -57,7 +57,7 @@ def read(traces: Path, head: torch.nn.Module, split: str) -> tuple[TraceSplit, T
     hidden = head.feature_set.endswith("hidden")
     own = {"candidates": head.kind == "pooled", "whole_prompts": head.context > 0}
     opened = Traces.open(traces)
-    return opened.split(split, hidden=hidden), load_split(opened, split, head.feature_set, **own)
+    return opened.split(split, hidden=hidden), read_split(opened, split, Reading(head.feature_set, **own))
 
 
 @pytest.mark.parametrize("name", POSITION_HEADS)

@@ -12,9 +12,10 @@ from speccascade.router.examples import Examples
 from speccascade.router.heads import HeadSpec, RouterHead, make_head
 from speccascade.training import module as module_under_test
 from speccascade.training.cli import quiet_lightning
-from speccascade.training.datamodule import TraceDataModule, TraceTensors, load_split
+from speccascade.training.datamodule import TraceDataModule
 from speccascade.training.metrics import frontier_area
 from speccascade.training.module import RouterModule
+from speccascade.training.splits import Reading, TraceTensors, read_split
 
 from .conftest import true_confidences
 
@@ -33,7 +34,7 @@ def fit(traces: Path, epochs: int = 25, **options: Any) -> tuple[RouterModule, p
 
 @pytest.fixture(scope="module")
 def held_out(traces_dir: Path) -> TraceTensors:
-    return load_split(Traces.open(traces_dir), "test", "verified")
+    return read_split(Traces.open(traces_dir), "test", Reading("verified"))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_it_can_overfit(tmp_path: Path, make_traces: Any) -> None:
     module, trainer = fit(
         folder, epochs=150, kind="mlp", estimator="two_confidence", learning_rate=2e-2, weight_decay=0.0
     )
-    train = load_split(Traces.open(folder), "train", "verified")
+    train = read_split(Traces.open(folder), "train", Reading("verified"))
     stats = Traces.open(folder).split("train").stats
     honest = true_confidences(stats).clamp(1e-4, 1 - 1e-4)
     floor = torch.nn.functional.binary_cross_entropy(honest, train.correctness[:, 0])
@@ -96,7 +97,7 @@ def test_it_can_overfit(tmp_path: Path, make_traces: Any) -> None:
 
 def test_normalisation_comes_from_the_training_split(traces_dir: Path) -> None:
     module, _ = fit(traces_dir, epochs=1, kind="linear")
-    train = load_split(Traces.open(traces_dir), "train", "verified")
+    train = read_split(Traces.open(traces_dir), "train", Reading("verified"))
     torch.testing.assert_close(module.head.feature_mean, train.features.mean(dim=0), rtol=1e-4, atol=1e-5)
 
 
@@ -174,7 +175,7 @@ def test_training_from_disk_learns_as_well(traces_dir: Path) -> None:
             module = RouterModule(kind="linear")
             trainer.fit(module, datamodule=TraceDataModule(str(traces_dir), batch_size=512, memory=memory))
         losses.append(float(trainer.callback_metrics["val_loss"]))
-    validation = load_split(Traces.open(traces_dir), "validation", "verified")
+    validation = read_split(Traces.open(traces_dir), "validation", Reading("verified"))
     untrained = RouterModule(kind="linear").head.loss(validation.examples).detach()
     assert abs(losses[0] - losses[1]) < 0.1 * (float(untrained) - min(losses))
 

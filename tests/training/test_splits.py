@@ -19,8 +19,8 @@ from speccascade.training.splits import (
     _widened,
     concatenate,
     document_weights,
-    load_split,
     read_pieces,
+    read_split,
 )
 
 from ..data.made_traces import make_traces
@@ -57,7 +57,7 @@ def test_pieces_are_the_split_in_order(tmp_path: Path) -> None:
 
 def test_a_loaded_split_is_what_the_traces_say(tmp_path: Path) -> None:
     traces = made(tmp_path)
-    part, loaded = traces.split("train"), load_split(traces, "train", "verified")
+    part, loaded = traces.split("train"), read_split(traces, "train", Reading("verified"))
     assert torch.equal(loaded.features, build_features(part.stats, "verified"))
     assert torch.equal(loaded.correctness, part.correctness)
     assert torch.equal(loaded.tv, part.stats.tv)
@@ -69,13 +69,13 @@ def test_a_loaded_split_is_what_the_traces_say(tmp_path: Path) -> None:
 def test_a_scanned_split_is_the_one_in_memory(weight: str, labels: str, tmp_path: Path) -> None:
     traces = made(tmp_path, outcomes=True)
     candidates = labels == "gold"
-    whole = load_split(traces, "train", "verified", labels, candidates).weighted(weight, seed=3)
+    whole = read_split(traces, "train", Reading("verified", labels, candidates)).weighted(weight, seed=3)
     scanned = ScannedSplit(traces, "train", Reading("verified", labels, candidates), weight, seed=3, rows=11)
     assert len(scanned) == len(whole)
     assert rows_of(concatenate(scanned.pieces())) == rows_of(whole.examples)
     shuffled = concatenate(scanned.pieces(torch.randperm(scanned.shards).tolist()))
     assert rows_of(shuffled) == rows_of(whole.examples)
-    everything = load_split(traces, "train", "verified", labels, candidates)
+    everything = read_split(traces, "train", Reading("verified", labels, candidates))
     for mine, plain in zip(scanned.normalisation(), everything.normalisation(), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
 
@@ -126,7 +126,7 @@ def test_a_bootstrap_draws_as_many_documents_as_there_are() -> None:
 
 
 def test_windows_are_drawn_together(tmp_path: Path) -> None:
-    drawn = load_split(made(tmp_path), "train", "verified").weighted("bootstrap", seed=1)
+    drawn = read_split(made(tmp_path), "train", Reading("verified")).weighted("bootstrap", seed=1)
     assert drawn.weight is not None
     weights: dict[str, set[float]] = {}
     for index, weight in zip(drawn.prompt_index.tolist(), drawn.weight.tolist(), strict=True):
@@ -139,20 +139,20 @@ def test_windows_are_drawn_together(tmp_path: Path) -> None:
 
 def test_outcomes_stand_for_labels(tmp_path: Path) -> None:
     traces = made(tmp_path, outcomes=True)
-    part, loaded = traces.split("train"), load_split(traces, "train", "verified", "outcome")
+    part, loaded = traces.split("train"), read_split(traces, "train", Reading("verified", "outcome"))
     assert part.outcomes is not None
     tried = ~part.outcomes[:, 0].isnan()
     assert 0 < len(loaded) == int(tried.sum()) < len(part)
     for row in (0, 1):
         assert torch.equal(loaded.correctness[:, row], part.outcomes[tried])
-    in_order = load_split(traces, "train", "verified", "outcome", whole_prompts=True)
+    in_order = read_split(traces, "train", Reading("verified", "outcome", whole_prompts=True))
     assert in_order.weight is not None and torch.equal(in_order.weight, tried.float())
     assert len(in_order) == len(part) and not in_order.correctness.isnan().any()
 
 
 def test_candidates_are_the_logged_union(tmp_path: Path) -> None:
     traces = made(tmp_path)
-    part, loaded = traces.split("train"), load_split(traces, "train", "verified", candidates=True)
+    part, loaded = traces.split("train"), read_split(traces, "train", Reading("verified", candidates=True))
     assert loaded.candidates is not None and loaded.truth is not None
     assert torch.equal(loaded.candidates, torch.stack([part.topk_q, part.topk_p], dim=-1))
     width, found = part.topk_ids.shape[1], 0
@@ -198,8 +198,8 @@ def test_what_traces_cannot_teach_is_refused(
 ) -> None:
     traces = made(tmp_path, **options)
     with pytest.raises(ValueError, match=answer):
-        load_split(traces, "train", "verified", **reading)
+        read_split(traces, "train", Reading("verified", **reading))
 
 
 def test_outcomes_of_cascades_are_taken(tmp_path: Path) -> None:
-    assert len(load_split(made(tmp_path, cascade=True, outcomes=True), "train", "verified", "outcome"))
+    assert len(read_split(made(tmp_path, cascade=True, outcomes=True), "train", Reading("verified", "outcome")))
