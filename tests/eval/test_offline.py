@@ -19,10 +19,10 @@ from speccascade.eval.offline import (
     _add_learned_losses,
     _plug_ins,
     _replayable,
-    warn_of_drift,
     needs_hidden,
     open_routers,
     run_offline,
+    warn_of_drift,
 )  # fmt: skip
 from speccascade.eval.replay import Replay
 from speccascade.eval.report import report
